@@ -1,0 +1,1 @@
+"""Adapters for training and generating frameworks, each registered through the public door."""

@@ -1,0 +1,141 @@
+"""The door for fabrics, which carry bytes on links and know no names, boxes or plans.
+
+A session connects one `Group` an engine: all sources and the ranks of that engine. Aborting one engine's group leaves
+the others as they are. Buffers are 1-D contiguous uint8 tensors that live until the work is waited for. Messages of a
+directed pair match in posting order.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
+
+from attrs import frozen
+
+from refit_sdk.errors import RefitError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class FabricError(RefitError):
+    """Bytes could not be carried. `peer` is the process number at the other end, where one is known to be the cause."""
+
+    def __init__(self, message: str, *, peer: int | None = None) -> None:
+        super().__init__(message)
+        self.peer = peer
+
+
+class Clock(Protocol):
+    """Where waiting gets its time from, so that a test can bring its own."""
+
+    def monotonic(self) -> float:
+        """Seconds since some fixed moment."""
+        ...
+
+    def wait(self, condition: threading.Condition, timeout: float) -> None:
+        """Wait on a condition that the caller holds, for at most `timeout` seconds of this clock."""
+        ...
+
+
+class SystemClock:
+    """The machine's own clock."""
+
+    def monotonic(self) -> float:
+        """Seconds since some fixed moment."""
+        return time.monotonic()
+
+    def wait(self, condition: threading.Condition, timeout: float) -> None:
+        """Wait on a condition that the caller holds, for at most `timeout` seconds."""
+        condition.wait(timeout)
+
+
+@frozen
+class Deadline:
+    """A moment on a clock by which a wait must have ended."""
+
+    at: float
+    clock: Clock
+
+    @classmethod
+    def after(cls, seconds: float, *, clock: Clock | None = None) -> Deadline:
+        """The deadline `seconds` from now."""
+        used = clock or SystemClock()
+        return cls(used.monotonic() + seconds, used)
+
+    def remaining(self) -> float:
+        """Seconds left, never below zero."""
+        return max(0.0, self.at - self.clock.monotonic())
+
+
+class KeyValue(Protocol):
+    """The small shared table that groups find each other through; it runs on the session's control channel."""
+
+    def set(self, key: str, value: bytes) -> None:
+        """Store a value."""
+        ...
+
+    def get(self, key: str, *, timeout: float) -> bytes:
+        """The value, waited for at most `timeout` seconds; `RendezvousError` naming the key after that."""
+        ...
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter (0 if unset) and return its new value; stored as ASCII decimal."""
+        ...
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all the keys are set."""
+        ...
+
+    def delete(self, key: str) -> bool:
+        """Remove a key; whether it was there."""
+        ...
+
+
+class Work(Protocol):
+    """One posted send or receive."""
+
+    def wait(self, timeout: float) -> int:
+        """Wait for completion and return the bytes carried. `FabricError` on failure, abort or after `timeout` seconds."""
+        ...
+
+
+class Group(Protocol):
+    """Connected processes. `peer` is always a world number. `abort` may be called from any thread."""
+
+    def send(self, buffer: torch.Tensor, *, peer: int) -> Work:
+        """Start sending; `FabricError` if the group was aborted or the peer is gone."""
+        ...
+
+    def recv(self, buffer: torch.Tensor, *, peer: int) -> Work:
+        """Start receiving exactly the buffer's length."""
+        ...
+
+    def abort(self, reason: str) -> None:
+        """End every pending and later operation with a `FabricError` that gives the reason. Returns at once."""
+        ...
+
+    def close(self) -> None:
+        """Free sockets, threads and memory. Nothing may be pending. A second call does nothing."""
+        ...
+
+
+@runtime_checkable
+class Fabric(Protocol):
+    """A way to carry bytes. Constructed without arguments, or with those that the user gave in `fabric=`."""
+
+    name: ClassVar[str]
+
+    @classmethod
+    def missing(cls) -> str | None:
+        """Why it can't be used here and what to install, or None if it can."""
+        ...
+
+    def connect(self, *, group: str, members: Sequence[int], process: int, store: KeyValue, timeout: float) -> Group:
+        """Connect this process to the others of a group; all members call it, each with the same `group` and `members`.
+
+        `group` is unique for (session, epoch, engine). `members` are world numbers in ascending order.
+        """
+        ...

@@ -1,0 +1,70 @@
+"""What a push did: stages in seconds, bytes by rank, and the state of each engine.
+
+>>> report = PushReport(version=17, seconds={"move": 0.5}, ranks={"source[0]": Traffic(sent=10**9, arrived=0)},
+...                     engines={"rollout-0": EngineReport("complete", 17, "")}, windows=4)
+>>> report.gb_per_s
+2.0
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+from attrs import frozen
+
+STAGES = ("agree", "pack", "move", "unpack", "install", "commit")
+"""The stages of a push, in order. `move` is the time from the first window posted to the last one complete; packing and
+unpacking go on inside it and are also counted by themselves."""
+
+
+@frozen
+class Traffic:
+    """Bytes that a rank sent, and bytes that the fabric's completions say arrived at it."""
+
+    sent: int
+    arrived: int
+
+
+@frozen
+class EngineReport:
+    """The state of an engine after a push, the version that it serves (None: none yet), and the first cause if it failed."""
+
+    state: str
+    version: int | None
+    cause: str
+
+
+@frozen
+class PushReport:
+    """One push as this rank saw it; `ranks` and `engines` are the whole world's."""
+
+    version: int
+    seconds: Mapping[str, float]
+    ranks: Mapping[str, Traffic]
+    engines: Mapping[str, EngineReport]
+    windows: int
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes sent by all ranks."""
+        return sum(traffic.sent for traffic in self.ranks.values())
+
+    @property
+    def bytes_arrived(self) -> int:
+        """Bytes that arrived at all ranks."""
+        return sum(traffic.arrived for traffic in self.ranks.values())
+
+    @property
+    def gb_per_s(self) -> float:
+        """Bytes sent by all ranks, over the seconds of this rank's move stage, in 10⁹ bytes a second."""
+        seconds = self.seconds.get("move", 0.0)
+        return self.bytes_sent / seconds / 1e9 if seconds else 0.0
+
+    def to_json(self) -> str:
+        """The report as JSON."""
+        data: dict[str, Any] = attrs.asdict(self)
+        data.update(bytes_sent=self.bytes_sent, bytes_arrived=self.bytes_arrived, gb_per_s=self.gb_per_s)
+        return json.dumps(data)
