@@ -14,15 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import numpy as np
+import numpy.typing as npt
 from attrs import field, frozen
 
 from refit_sdk.box import Box, coordinates
 from refit_sdk.errors import LayoutError
 
+IntRows = npt.NDArray[np.int64]
+
 
 def fold_name(name: str) -> tuple[str, tuple[int, ...]]:
     """A checkpoint name as (template, numbers): each dotted part that is a plain number becomes `{}`.
 
+    A number of more than 18 digits stays part of the name: it counts nothing, and needn't fit in 64 bits.
     `LayoutError` if the name has braces of its own or a part is empty.
     """
     parts = name.split(".")
@@ -33,36 +38,35 @@ def fold_name(name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def _is_number(part: str) -> bool:
-    return part.isascii() and part.isdigit() and (part == "0" or part[0] != "0")
+    return part.isascii() and part.isdigit() and (part == "0" or part[0] != "0") and len(part) < 19
 
 
 def merge_indices(indices: Iterable[tuple[int, ...]]) -> tuple[Box, ...]:
-    """Disjoint boxes of exactly these index tuples, in canonical order: runs along the last dim, then equal runs joined.
+    """Disjoint boxes of exactly these index tuples, in order: runs along the last dim, then equal runs joined.
 
     The same set gives the same boxes, whatever order it comes in.
 
     >>> merge_indices([(1, 0), (0, 1), (0, 0), (1, 1), (4, 1)])
     (Box((0, 0), (2, 2)), Box((4, 1), (5, 2)))
     """
-    boxes = sorted({Box(index, (i + 1 for i in index)) for index in indices})
-    ndim = boxes[0].ndim if boxes else 0
-    for dim in reversed(range(ndim)):
-        boxes = _join_runs(boxes, dim)
-    return tuple(sorted(boxes))
+    unique = sorted(set(indices))
+    if not unique or not unique[0]:
+        return tuple(Box(index, index) for index in unique)
+    start = np.array(unique, dtype=np.int64)
+    stop = start + 1
+    for dim in reversed(range(start.shape[1])):
+        start, stop = _join_runs(start, stop, dim)
+    return tuple(sorted(map(Box, start.tolist(), stop.tolist())))
 
 
-def _join_runs(boxes: list[Box], dim: int) -> list[Box]:
-    def across(box: Box) -> tuple[tuple[int, ...], ...]:
-        return (box.start[:dim], box.stop[:dim], box.start[dim + 1 :], box.stop[dim + 1 :])
-
-    joined: list[Box] = []
-    for box in sorted(boxes, key=lambda box: (across(box), box.start[dim])):
-        last = joined[-1] if joined else None
-        if last is not None and across(last) == across(box) and last.stop[dim] == box.start[dim]:
-            joined[-1] = Box(last.start, box.stop)
-        else:
-            joined.append(box)
-    return joined
+def _join_runs(start: IntRows, stop: IntRows, dim: int) -> tuple[IntRows, IntRows]:
+    """Boxes as rows (boxes, dims) of starts and stops; those that touch in `dim` and agree elsewhere become one."""
+    across = np.delete(np.hstack((start, stop)), (dim, start.shape[1] + dim), axis=1)
+    order = np.lexsort((start[:, dim], *across.T))
+    across, start, stop = across[order], start[order], stop[order]
+    opens = np.ones(len(start), dtype=bool)
+    opens[1:] = (across[1:] != across[:-1]).any(axis=1) | (start[1:, dim] != stop[:-1, dim])
+    return start[opens], stop[np.append(np.flatnonzero(opens)[1:], len(opens)) - 1]
 
 
 def _in_order(boxes: Iterable[Box]) -> tuple[Box, ...]:
