@@ -9,14 +9,13 @@ An error of ours is a message on stderr and exit code 2, Ctrl-C is 130; anything
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from refit_sdk import __version__
-from refit_sdk.cli import doctor
+from refit_sdk.cli import demo, doctor
 from refit_sdk.errors import RefitError
 
 
@@ -38,8 +37,7 @@ app = typer.Typer(
     cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
 )
 app.command("doctor")(doctor.doctor)
-if importlib.util.find_spec("refit_sdk.cli.demo"):
-    app.command("demo")(importlib.import_module("refit_sdk.cli.demo").demo)
+app.command("demo")(demo.demo)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,1 @@
+"""Plug-ins of every kind from a distribution of its own: small, working, and for tests only."""

@@ -1,0 +1,112 @@
+"""What needs no live model: a transport, a paper layout, an engine control and an observer."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from refit_sdk.box import Box
+from refit_sdk.hookspecs import hookimpl
+from refit_sdk.report import PushReport
+from refit_sdk.tensor import TensorSpec, fold_name
+from refit_sdk.topology import Topology
+from refit_sdk.transport import Capabilities, Moves, Steps
+from refit_sdk.world import Manifest, Part, Region
+
+
+class Direct:
+    """Each move goes whole from its server to each process that needs it, in one round."""
+
+    name = "test-only-direct"
+    capabilities = Capabilities(max_ndim=2)
+
+    def steps(self, moves: Moves, topology: Topology) -> Steps:
+        """One step a needing process."""
+        move = np.repeat(np.arange(len(moves)), np.diff(moves.need_start))
+        return Steps(move, moves.start[move], moves.stop[move], moves.server[move], moves.need, np.zeros_like(move))
+
+
+class Rows:
+    """Layouts written `rows/4`: every tensor cut on its first dim, evenly, over four ranks."""
+
+    name = "test-only-rows"
+
+    def manifests(self, layout: str, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> Iterator[Manifest]:
+        """One manifest a rank."""
+        count = int(layout.removeprefix("rows/"))
+        for rank in range(count):
+            yield Manifest(tuple(_part(name, shape, dtype, rank, count) for name, shape in shapes.items()))
+
+
+def _part(name: str, shape: tuple[int, ...], dtype: str, rank: int, count: int) -> Part:
+    template, numbers = fold_name(name)
+    member = Box(numbers, (number + 1 for number in numbers))
+    rows = Box.whole(shape).narrow(0, shape[0] * rank // count, shape[0] * (rank + 1) // count)
+    return Part(TensorSpec(template, shape, (member,)), (Region(member.concat(rows), dtype),))
+
+
+class Logbook:
+    """An engine that writes down what it was told."""
+
+    name = "test-only-logbook"
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def pause(self, *, mode: str) -> None:
+        """Write it down."""
+        self.told.append(f"pause {mode}")
+
+    def update(self, *, version: int, info: Mapping[str, Any]) -> None:
+        """Write it down."""
+        self.told.append(f"update {version} {sorted(info)}")
+
+    def finish(self, *, version: int) -> None:
+        """Write it down."""
+        self.told.append(f"finish {version}")
+
+    def resume(self) -> None:
+        """Write it down."""
+        self.told.append("resume")
+
+    def fence(self, reason: str) -> None:
+        """Write it down."""
+        self.told.append(f"fence {reason}")
+
+
+class LastReports:
+    """Remembers the last reports of this process."""
+
+    name = "test-only-last-reports"
+    reports: ClassVar[deque[PushReport]] = deque(maxlen=8)
+
+    def pushed(self, report: PushReport) -> None:
+        """Remember it."""
+        self.reports.append(report)
+
+
+@hookimpl
+def refit_register_transports() -> list[type]:
+    """The one transport."""
+    return [Direct]
+
+
+@hookimpl
+def refit_register_paper_layouts() -> list[type]:
+    """The one paper layout."""
+    return [Rows]
+
+
+@hookimpl
+def refit_register_engine_controls() -> list[type]:
+    """The one engine control."""
+    return [Logbook]
+
+
+@hookimpl
+def refit_register_observers() -> list[type]:
+    """The one observer."""
+    return [LastReports]
