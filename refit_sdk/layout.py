@@ -124,15 +124,14 @@ class Layout:
         """The same layout without strides: plain shards, in the order in which the axes cut.
 
         A `StridedShard` stands for a cut made *after* axes to its right, which made its `split_factor` pieces. Reading
-        DTensor's placements from left to right agrees with that unless the inner cut leaves some parts empty: FSDP2
-        over tensor parallelism then stores what this layout says. `LayoutError` if the factor isn't a product of the
-        extents of such axes.
+        DTensor's placements from left to right agrees with that where the pieces are cut alike; with uneven pieces it
+        may not, and what FSDP2 over tensor parallelism stores is this layout. `LayoutError` if the factor isn't a
+        product of the extents of such axes.
 
-        >>> mesh = Mesh(range(8), shape=(4, 2), axes=("dp", "tp"))
+        >>> mesh = Mesh(range(6), shape=(3, 2), axes=("dp", "tp"))
         >>> read = Layout(mesh, (StridedShard(0, split_factor=2), Shard(0)))
-        >>> stored = read.in_cutting_order()
-        >>> [(read.boxes((9,), rank=r), stored.boxes((9,), rank=r)) for r in (6, 7)]
-        [((Box((8,), (9,)),), ()), ((), (Box((8,), (9,)),))]
+        >>> read.boxes((13,), rank=5), read.in_cutting_order().boxes((13,), rank=5)
+        ((Box((12,), (13,)),), (Box((11,), (13,)),))
         """
         if not any(isinstance(placement, StridedShard) for placement in self.placements):
             return self

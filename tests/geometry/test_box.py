@@ -84,7 +84,7 @@ def test_concat_undoes_split_dims(drawn, data):
 def test_cut_covers_once_within_the_limit_at_granules_in_row_major_order(drawn, data):
     shape, box, _ = drawn
     granule = tuple(data.draw(st.integers(1, 3)) for _ in shape)
-    limit = data.draw(st.integers(int(np.prod(granule)), 200))
+    limit = data.draw(st.integers(int(np.prod(granule)), int(np.prod(granule)) + 12))
     pieces = list(box.cut(limit=limit, granule=granule))
     count = np.zeros(shape, dtype=int)
     for piece in pieces:
@@ -103,6 +103,10 @@ def test_cut_takes_as_much_as_fits():
         Box((6, 0), (7, 10)),
     ]
     assert list(Box((0, 0), (1, 10)).cut(limit=4)) == [Box((0, a), (1, b)) for a, b in ((0, 4), (4, 8), (8, 10))]
+
+
+def test_cut_finds_the_granules_of_the_whole_tensor_not_of_the_box():
+    assert list(Box((3,), (9,)).cut(limit=4, granule=(4,))) == [Box((a,), (b,)) for a, b in ((3, 4), (4, 8), (8, 9))]
 
 
 def test_cut_refuses_a_granule_over_the_limit():

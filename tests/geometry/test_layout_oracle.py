@@ -196,10 +196,12 @@ def test_a_device_mesh_with_ranks_in_any_order_gives_the_same(child):
 
 
 @pytest.mark.parametrize(
-    "rows", [6, 9, 5, 3], ids=["fault 43", "an inner part empty", "outer parts empty", "most empty"]
+    ("num_dp", "rows"),
+    [(2, 6), (3, 13), (4, 9), (4, 5), (4, 3)],
+    ids=["pieces alike", "uneven pieces, none empty", "one part empty", "some empty", "most empty"],
 )
-def test_fsdp_over_tensor_parallel_stores_what_the_cutting_order_says(child, rows):
-    grid = [[0, 1], [2, 3]] if rows == 6 else [[0, 1], [2, 3], [4, 5], [6, 7]]
+def test_fsdp_over_tensor_parallel_stores_what_the_cutting_order_says(child, num_dp, rows):
+    grid = [[2 * dp, 2 * dp + 1] for dp in range(num_dp)]
     mesh = Mesh(grid, axes=("dp", "tp"))
     for rank, (stored, stated) in child.submit(on_every_rank, stored_by_fsdp, grid, rows).result().items():
         layout = Layout(mesh, [StridedShard(dim, factor) for dim, factor in stated])
