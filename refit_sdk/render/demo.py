@@ -1,0 +1,70 @@
+"""The demo's rows, as a table, a line, or JSON.
+
+>>> from refit_sdk.demo.rows import Row
+>>> row = Row(1, 6.2, 0.05, 0.4, 2_000_000, 5_500_000, 1_000_000, 0, 1_000_000, "", 0.004)
+>>> line(row).split(', ')[1:4]
+['0.050 s', '0.40 GB/s', '2.00 MB moved (gather-broadcast: 5.50 MB)']
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import attrs
+from rich.table import Table
+
+from refit_sdk.demo.rows import Row
+
+_COLUMNS = ("version", "loss", "seconds", "GB/s", "moved", "gather-broadcast", "new", "bits", "logits off by")
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """The row's cells, in the order of the table's columns."""
+    return (
+        str(row.version),
+        f"{row.loss:.3f}",
+        f"{row.seconds:.3f}",
+        f"{row.gb_per_s:.2f}",
+        f"{row.bytes_moved / 1e6:.2f} MB",
+        f"{row.bytes_gather_broadcast / 1e6:.2f} MB",
+        f"{100 * row.changed / max(row.elements, 1):.1f} %",
+        "bit-equal" if row.bit_equal else f"{row.wrong} of {row.elements} WRONG, first in {row.first_wrong}",
+        f"{100 * row.logits_error:.2f} %" + ("" if row.ok or not row.bit_equal else " WRONG"),
+    )
+
+
+def line(row: Row) -> str:
+    """The row as one line of text."""
+    version, loss, seconds, rate, moved, usual, new, bits, logits = cells(row)
+    return (
+        f"version {version}: loss {loss}, {seconds} s, {rate} GB/s, {moved} moved (gather-broadcast: {usual}), "
+        f"{new} new, {bits}, logits off by {logits}"
+    )
+
+
+def table(rows: Sequence[Row], *, title: str, waiting: int = 0) -> Table:
+    """All rows so far, with an empty row for each push still to come."""
+    made = Table(title=title, caption="GB/s over the move stage; MB of all ranks; logits against the trainers' own")
+    for column in _COLUMNS:
+        made.add_column(column, justify="right")
+    for row in rows:
+        made.add_row(*cells(row), style=None if row.ok else "bold red")
+    for number in range(waiting):
+        made.add_row(str(len(rows) + number + 1), *("…" for _ in _COLUMNS[1:]), style="dim")
+    return made
+
+
+def document(rows: Sequence[Row]) -> str:
+    """All rows as one JSON object."""
+    pushes = [{**attrs.asdict(row), "bit_equal": row.bit_equal, "ok": row.ok} for row in rows]
+    return json.dumps({"ok": all(row.ok for row in rows), "pushes": pushes}, indent=2)
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """What the run showed, in a sentence."""
+    right = sum(row.ok for row in rows)
+    if right == len(rows):
+        elements = sum(row.elements for row in rows)
+        return f"{right} pushes, {elements} target elements compared, all bit-equal to the cast source"
+    return f"{len(rows) - right} of {len(rows)} pushes did not deliver what the sources had"
