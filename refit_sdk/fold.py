@@ -117,8 +117,8 @@ def check_place(name: str, shape: tuple[int, ...], box: Box, dtype: str, granule
 def _check_granule(name: str, shape: tuple[int, ...], box: Box, granule: tuple[int, ...]) -> None:
     if len(granule) != len(shape) or any(step < 1 for step in granule):
         raise LayoutError(f"{name!r} of shape {shape} has granule {granule}; it needs a positive number for each dim")
-    corners = zip(box.start, box.stop, shape, granule, strict=True)
-    if any(a % step or (b % step and b != extent) for a, b, extent, step in corners):
+    cuts = (cut for corner in (box.start, box.stop) for cut in zip(corner, granule, shape, strict=True))
+    if any(at % step and at != extent for at, step, extent in cuts):
         raise LayoutError(f"{name!r} holds {box} of {shape}, which cuts through its granule {granule}")
 
 

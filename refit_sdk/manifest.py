@@ -189,7 +189,7 @@ def _part_to_wire(part: Part) -> _WirePart:
 def _from_wire(wire: _WireManifest) -> Manifest:
     try:
         manifest = Manifest(map(_part_from_wire, wire.parts), wire.aliases)
-        _check_members(manifest)
+        _check_families(manifest)
         check_aliases(manifest)
     except LayoutError as error:
         raise RendezvousError(f"a manifest was received that no rank can have: {error}") from error
@@ -213,6 +213,7 @@ def _spec_from_wire(name: str, shape: tuple[int, ...], members: tuple[_Corners, 
     spec = TensorSpec(name, shape, (Box(*corners) for corners in members))
     if not 0 < spec.num_members <= _MAX_MEMBERS or any(box.is_empty for box in spec.members):
         raise LayoutError(f"{name!r} lists {spec.num_members} members; it can have 1 to {_MAX_MEMBERS}")
+    _check_distinct(name, spec.members)
     return spec
 
 
@@ -228,14 +229,19 @@ def _check_regions(spec: TensorSpec, regions: Iterable[Region]) -> None:
         raise LayoutError(f"{spec.name!r} has a region of members that it doesn't list")
 
 
-def _check_members(manifest: Manifest) -> None:
-    """No checkpoint tensor twice: not in a family, nor in two families of the same name and different shape."""
-    members: dict[str, list[Box]] = defaultdict(list)
+def _check_families(manifest: Manifest) -> None:
+    """Families of the same name and different shape have different members."""
+    members: dict[str, list[tuple[Box, ...]]] = defaultdict(list)
     for part in manifest.parts:
-        members[part.spec.name] += part.spec.members
-    for name, boxes in members.items():
-        if len(boxes) > 1 and _num_shared(boxes, boxes) != [box.size for box in boxes]:
-            raise LayoutError(f"{name!r} lists a member twice")
+        members[part.spec.name].append(part.spec.members)
+    for name, of_family in members.items():
+        if len(of_family) > 1:
+            _check_distinct(name, [box for boxes in of_family for box in boxes])
+
+
+def _check_distinct(name: str, members: Sequence[Box]) -> None:
+    if _num_shared(members, members) != [box.size for box in members]:
+        raise LayoutError(f"{name!r} lists a member twice")
 
 
 def _num_shared(boxes: Sequence[Box], others: Sequence[Box]) -> list[int]:
