@@ -2,7 +2,11 @@
 
 A session connects one `Group` an engine: all sources and the ranks of that engine. Aborting one engine's group leaves
 the others as they are. Buffers are 1-D contiguous uint8 tensors that live until the work is waited for. Messages of a
-directed pair match in posting order.
+directed pair match in posting order. Both ends of a message give buffers of the same length; a fabric that finds they
+don't fails the message (at the latest when its wait runs out), and never writes beyond a buffer.
+
+Errors name the peer that caused them. One pair that breaks leaves the group's other pairs as they are; a wait that runs
+out, and `abort`, end the whole group at this process, and what its peers see is a lost connection.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 from attrs import frozen
 
-from refit_sdk.errors import RefitError
+from refit_sdk.errors import RefitError, RendezvousError
 
 if TYPE_CHECKING:
     import torch
@@ -94,16 +98,47 @@ class KeyValue(Protocol):
         ...
 
 
+def roll_call(
+    store: KeyValue, *, group: str, members: Sequence[int], process: int, deadline: Deadline, word: bytes = b""
+) -> dict[int, bytes]:
+    """Say that this process is here, with a word about itself, and wait for the words of all members.
+
+    `FabricError` naming every member that isn't here by the deadline. Keys are `group/here/process`.
+    """
+
+    def key(member: int) -> str:
+        return f"{group}/here/{member}"
+
+    store.set(key(process), word)
+    words = {}
+    for member in members:
+        try:
+            words[member] = store.get(key(member), timeout=deadline.remaining())
+        except RendezvousError as error:
+            missing = [m for m in members if m not in words and not store.check([key(m)])] or [member]
+            raise FabricError(
+                f"group {group!r} is not complete: of its {len(members)} processes, {missing} did not come in time; "
+                "see why they didn't start, or raise the deadline",
+                peer=missing[0],
+            ) from error
+    return words
+
+
 class Work(Protocol):
     """One posted send or receive."""
 
     def wait(self, timeout: float) -> int:
-        """Wait for completion and return the bytes carried. `FabricError` on failure, abort or after `timeout` seconds."""
+        """Wait for completion; the bytes carried. `FabricError` on failure, abort or after `timeout` seconds."""
         ...
 
 
 class Group(Protocol):
-    """Connected processes. `peer` is always a world number. `abort` may be called from any thread."""
+    """Connected processes. `peer` is always a world number. `abort` may be called from any thread.
+
+    `devices` are the types of the devices whose memory the group reads and writes (`"cpu"`, `"cuda"`).
+    """
+
+    devices: ClassVar[frozenset[str]]
 
     def send(self, buffer: torch.Tensor, *, peer: int) -> Work:
         """Start sending; `FabricError` if the group was aborted or the peer is gone."""

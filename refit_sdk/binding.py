@@ -1,0 +1,298 @@
+"""A program bound to live views: which bytes each message is read from or written to, and which copies go with it.
+
+1. Find the views of each piece. At a source they must cover it, and of places that store the same element one is read;
+   at a target they must cover it, and all are written.
+2. A message of one piece that is, at this end, a contiguous view in the wire's dtype needs no window buffer: the view's
+   own bytes are sent, or received into.
+3. Every other message gets a stretch of a window buffer. There are two buffers a side and device, used in turn, each as
+   large as its largest window needs, made here once.
+4. Copies between views and stretches (casts among them) are listed per window and engine, for one call each.
+
+The result is only tensors: running it looks up no name and computes no box.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, Protocol
+
+import torch
+from attrs import define, field, frozen
+
+from refit_sdk.box import Box
+from refit_sdk.device import window_buffer
+from refit_sdk.errors import LayoutError
+from refit_sdk.narrowing import Narrowed, NarrowedRun, may_overflow
+from refit_sdk.program import Message, Piece, Program, Window
+
+Side = Literal["send", "recv"]
+Found = tuple[Box, torch.Tensor]
+
+
+class Finder(Protocol):
+    """What this module needs of a rank's views; `refit_sdk.views.Views` has it."""
+
+    def find(self, name: str, box: Box) -> Sequence[Found]:
+        """Every view that stores a part of `box`, as (the part, the view narrowed to it)."""
+        ...
+
+
+@frozen(eq=False)
+class Transfer:
+    """One message: `buffer` is all its bytes, 1-D uint8; `live` says that they are a view's, not a window buffer's."""
+
+    engine: str
+    peer: int
+    buffer: torch.Tensor
+    live: bool
+
+
+@define(eq=False)
+class Copies:
+    """Copies that are made together, shape by shape, casting where the dtypes differ."""
+
+    into: list[torch.Tensor] = field(factory=list)
+    out_of: list[torch.Tensor] = field(factory=list)
+
+    def add(self, into: torch.Tensor, out_of: torch.Tensor) -> None:
+        """Append one."""
+        self.into.append(into)
+        self.out_of.append(out_of)
+
+    def make(self) -> None:
+        """Make them. Inference tensors may be among them, so it is done in inference mode."""
+        if self.into:
+            with torch.inference_mode():
+                torch._foreach_copy_(self.into, self.out_of, non_blocking=True)
+
+
+@define(eq=False)
+class Batch:
+    """What one window copies for one engine: `pack` before it is sent, `local` from source to target views of this
+    process, `unpack` after it arrived. `narrowed` is looked at after packing, and `narrowed_locally` before `local`."""
+
+    pack: Copies = field(factory=Copies)
+    local: Copies = field(factory=Copies)
+    unpack: Copies = field(factory=Copies)
+    narrowed: list[NarrowedRun] = field(factory=list)
+    narrowed_locally: list[Narrowed] = field(factory=list)
+
+
+@define(eq=False)
+class BoundWindow:
+    """A window of tensors. Transfers are in the program's order."""
+
+    number: int
+    sends: list[Transfer] = field(factory=list)
+    recvs: list[Transfer] = field(factory=list)
+    batches: dict[str, Batch] = field(factory=lambda: defaultdict(Batch))
+
+
+@frozen(eq=False)
+class Bound:
+    """A bound program. `devices` are those of its views, `buffer_nbytes` the size of all its window buffers."""
+
+    windows: tuple[BoundWindow, ...]
+    devices: frozenset[torch.device]
+    buffer_nbytes: int
+
+
+def bind(program: Program, *, sources: Finder | None, targets: Finder | None, carried: frozenset[str]) -> Bound:
+    """Bind a program to views. `carried` are the types of the devices whose memory the fabric reads and writes.
+
+    `LayoutError` if a piece isn't covered by views.
+    """
+    finders: dict[Side, Finder | None] = {"send": sources, "recv": targets}
+    placer = _Placer(finders, carried)
+    placed = [placer.place(window, turn % 2) for turn, window in enumerate(program.windows)]
+    buffers = placer.buffers()
+    windows = tuple(_bind_window(window, finders, messages, buffers) for window, messages in placed)
+    return Bound(windows, frozenset(placer.devices), sum(buffer.numel() for buffer in buffers.values()))
+
+
+Slot = tuple[Side, int, torch.device]
+"""Which window buffer: for sends or receives, which of the two in turn, on which device."""
+
+
+@frozen(eq=False)
+class _Placed:
+    """A message with its views, piece by piece, and its place: a live view, or a stretch of a window buffer."""
+
+    message: Message
+    side: Side
+    pieces: tuple[tuple[Piece, list[Found]], ...]
+    live: torch.Tensor | None
+    slot: Slot
+    offset: int
+
+    def buffer(self, buffers: dict[Slot, torch.Tensor]) -> torch.Tensor:
+        """All bytes of the message."""
+        if self.live is not None:
+            # Of a dim of one element torch keeps any step, and then refuses to see bytes.
+            return self.live.as_strided((self.live.numel(),), (1,)).view(torch.uint8)
+        return buffers[self.slot].narrow(0, self.offset, self.message.nbytes)
+
+
+class _Placer:
+    """Finds the views of all messages and adds up what each window buffer must hold."""
+
+    def __init__(self, finders: dict[Side, Finder | None], carried: frozenset[str]) -> None:
+        self._finders = finders
+        self._carried = carried
+        self._largest: dict[Slot, int] = {}
+        self.devices: set[torch.device] = set()
+
+    def place(self, window: Window, turn: int) -> tuple[Window, list[_Placed]]:
+        used: dict[Slot, int] = {}
+        sides: tuple[tuple[Side, tuple[Message, ...]], ...] = (("recv", window.recvs), ("send", window.sends))
+        placed = [self._place(m, side, turn, used) for side, ms in sides for m in ms if m.nbytes]
+        for slot, nbytes in used.items():
+            self._largest[slot] = max(nbytes, self._largest.get(slot, 0))
+        return window, placed
+
+    def _place(self, message: Message, side: Side, turn: int, used: dict[Slot, int]) -> _Placed:
+        pieces = tuple((piece, _views(piece, self._finders[side], side)) for piece in message.pieces if piece.nbytes)
+        self.devices.update(view.device for _, found in pieces for _, view in found)
+        device = pieces[0][1][0][1].device
+        slot = (side, turn, device if device.type in self._carried else torch.device("cpu"))
+        live = _live(pieces, self._carried)
+        offset = used.get(slot, 0)
+        if live is None:
+            used[slot] = offset + message.buffer_nbytes
+        return _Placed(message, side, pieces, live, slot, offset)
+
+    def buffers(self) -> dict[Slot, torch.Tensor]:
+        return {slot: window_buffer(nbytes, slot[2]) for slot, nbytes in self._largest.items()}
+
+
+def _live(pieces: Sequence[tuple[Piece, list[Found]]], carried: frozenset[str]) -> torch.Tensor | None:
+    """The view whose own bytes are the message, if there is one."""
+    if len(pieces) != 1:
+        return None
+    piece, found = pieces[0]
+    box, view = found[0]
+    plain = view.is_contiguous() and not view.is_conj() and not view.is_neg()
+    fits = box == piece.box and view.dtype == _dtype(piece) and view.device.type in carried
+    return view if plain and fits else None
+
+
+def _dtype(piece: Piece) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, piece.dtype)
+    return dtype
+
+
+def _views(piece: Piece, finder: Finder | None, side: Side) -> list[Found]:
+    """Detached views that make up a piece: disjoint ones to send, all there are to receive."""
+    found = [(box, view.detach()) for box, view in finder.find(piece.name, piece.box)] if finder is not None else []
+    if found and found[0][0] == piece.box:
+        return found[:1] if side == "send" else found
+    disjoint, missing = cover(piece.box, found)
+    if missing:
+        raise LayoutError(
+            f"this process is to {side} {piece.name} {piece.box}, and its {'source' if side == 'send' else 'target'} "
+            f"views have no {', '.join(map(str, missing))} of it; its tensors are not those that were planned with"
+        )
+    return disjoint if side == "send" else found
+
+
+def cover(box: Box, found: Iterable[Found]) -> tuple[list[Found], list[Box]]:
+    """Disjoint parts of what was found that make up `box`, earlier ones preferred, and what is left of it.
+
+    >>> cover(Box((0,), (6,)), [(Box((0,), (4,)), torch.arange(4)), (Box((2,), (5,)), torch.arange(2, 5))])
+    ([(Box((0,), (4,)), tensor([0, 1, 2, 3])), (Box((4,), (5,)), tensor([4]))], [Box((5,), (6,))])
+    """
+    parts: list[Found] = []
+    missing = [box]
+    for held, view in found:
+        parts += [(part, narrow(view, part, held)) for hole in missing if (part := hole.intersect(held)) is not None]
+        missing = [rest for hole in missing for rest in _without(hole, held)]
+    return parts, missing
+
+
+def _without(box: Box, other: Box) -> Iterator[Box]:
+    """Disjoint boxes of the elements that `other` doesn't have."""
+    common = box.intersect(other)
+    if common is None:
+        yield box
+        return
+    for dim, (start, stop) in enumerate(zip(common.start, common.stop, strict=True)):
+        if box.start[dim] < start:
+            yield box.narrow(dim, box.start[dim], start)
+        if stop < box.stop[dim]:
+            yield box.narrow(dim, stop, box.stop[dim])
+        box = box.narrow(dim, start, stop)
+
+
+def narrow(view: torch.Tensor, part: Box, held: Box) -> torch.Tensor:
+    """The part of a view that stores `held`."""
+    return view if part == held else view[part.relative_to(held).slices()]
+
+
+def _bind_window(
+    window: Window, finders: dict[Side, Finder | None], messages: list[_Placed], buffers: dict[Slot, torch.Tensor]
+) -> BoundWindow:
+    bound = BoundWindow(window.number)
+    for placed in messages:
+        _bind_message(placed, placed.buffer(buffers), bound)
+    for engine, piece in window.copies:
+        if piece.nbytes:
+            _bind_copy(piece, finders, bound.batches[engine])
+    return bound
+
+
+def _bind_message(placed: _Placed, buffer: torch.Tensor, bound: BoundWindow) -> None:
+    message = placed.message
+    transfer = Transfer(message.engine, message.peer, buffer, placed.live is not None)
+    (bound.sends if placed.side == "send" else bound.recvs).append(transfer)
+    batch = bound.batches[message.engine]
+    if placed.side == "recv":
+        _bind_unpack(placed, buffer, batch)
+    elif placed.live is None:
+        _bind_pack(placed, buffer, batch)
+
+
+def _stretches(placed: _Placed, buffer: torch.Tensor) -> Iterator[tuple[Piece, list[Found], torch.Tensor]]:
+    """Each piece with its views and its stretch of the message, in its own dtype and shape."""
+    at = 0
+    for piece, found in placed.pieces:
+        yield piece, found, buffer.narrow(0, at, piece.nbytes).view(_dtype(piece)).view(piece.box.shape)
+        at += piece.nbytes
+
+
+def _bind_unpack(placed: _Placed, buffer: torch.Tensor, batch: Batch) -> None:
+    for piece, found, stretch in _stretches(placed, buffer):
+        for box, view in found[1:] if placed.live is not None else found:
+            batch.unpack.add(view, narrow(stretch, box, piece.box))
+
+
+def _bind_pack(placed: _Placed, buffer: torch.Tensor, batch: Batch) -> None:
+    narrowed: dict[torch.dtype, list[Narrowed]] = {}
+    for piece, found, stretch in _stretches(placed, buffer):
+        for box, view in found:
+            batch.pack.add(narrow(stretch, box, piece.box), view)
+            if may_overflow(view.dtype, stretch.dtype):
+                narrowed.setdefault(stretch.dtype, []).append(Narrowed(piece.name, view, stretch.dtype))
+    for dtype, tensors in narrowed.items():
+        batch.narrowed.append(NarrowedRun(_run_of(dtype, placed, buffer), tuple(tensors)))
+
+
+def _run_of(dtype: torch.dtype, placed: _Placed, buffer: torch.Tensor) -> torch.Tensor:
+    """The stretch of a message from its first piece of a dtype to its last."""
+    ends, at = [], 0
+    for piece, _ in placed.pieces:
+        if _dtype(piece) == dtype:
+            ends += [at, at + piece.nbytes]
+        at += piece.nbytes
+    return buffer[ends[0] : ends[-1]].view(dtype)
+
+
+def _bind_copy(piece: Piece, finders: dict[Side, Finder | None], batch: Batch) -> None:
+    into = _views(piece, finders["recv"], "recv")
+    for box, view in _views(piece, finders["send"], "send"):
+        for target_box, target in into:
+            part = box.intersect(target_box)
+            if part is not None:
+                batch.local.add(narrow(target, part, target_box), narrow(view, part, box))
+        if may_overflow(view.dtype, _dtype(piece)):
+            batch.narrowed_locally.append(Narrowed(piece.name, view, _dtype(piece)))

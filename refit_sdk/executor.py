@@ -1,0 +1,216 @@
+"""The executor: runs a program over groups. The only code that owns window buffers and waits for bytes.
+
+1. Bind the program to live views, once, at the first run; later runs reuse tensors and window buffers.
+2. Pack window 0. Then for each window k: post all receives, post all sends, pack k+1, unpack k-1, wait for k. So the
+   transfers of a window are posted only when those before are complete, and copies go on beside them.
+3. Look at what was narrowed before it is sent: an overflow fails the engines that would get it.
+4. What goes wrong with one engine's group drops that engine: its group is aborted, its steps are skipped from there on,
+   and the others go on. An engine once dropped stays so; a new executor on new groups is the recovery.
+
+Packing and unpacking see to it by themselves that two windows use different buffers (`refit_sdk.binding`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from time import perf_counter
+
+from attrs import define, field, frozen
+
+from refit_sdk.binding import Batch, Bound, BoundWindow, Finder, Transfer, bind
+from refit_sdk.device import Lanes
+from refit_sdk.errors import RefitError
+from refit_sdk.fabric import Deadline, FabricError, Group, Work
+from refit_sdk.narrowing import NarrowingError
+from refit_sdk.program import Program
+
+
+@frozen(kw_only=True)
+class Moved:
+    """What one run did. Per engine: bytes sent and arrived, as the fabric's completions count them (copies inside this
+    process are neither); the cause if it failed, and the process that was lost if that was it.
+
+    `seconds` has `pack`, `move` (first post to last completion) and `unpack`. `mutated` are the engines of which live
+    target storage on this rank may have been written.
+    """
+
+    seconds: Mapping[str, float]
+    sent: Mapping[str, int]
+    arrived: Mapping[str, int]
+    failed: Mapping[str, str]
+    lost: Mapping[str, int]
+    mutated: frozenset[str]
+
+
+@define(eq=False)
+class _Tally:
+    """What a run in progress has done so far."""
+
+    seconds: dict[str, float] = field(factory=lambda: defaultdict(float))
+    sent: Counter[str] = field(factory=Counter)
+    arrived: Counter[str] = field(factory=Counter)
+    mutated: set[str] = field(factory=set)
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        begun = perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] += perf_counter() - begun
+
+
+@frozen(eq=False)
+class _Posted:
+    transfer: Transfer
+    work: Work
+    count: Counter[str]
+
+
+class Executor:
+    """One process's part of a push. `groups` are the engines' groups by name; both sides' views are of this process.
+
+    `run` is called by one thread at a time; `drop` by any, at any time.
+    """
+
+    def __init__(
+        self, program: Program, *, sources: Finder | None, targets: Finder | None, groups: Mapping[str, Group]
+    ) -> None:
+        engines = {message.engine for window in program.windows for message in (*window.sends, *window.recvs)}
+        if missing := sorted(engines - groups.keys()):
+            raise RefitError(f"the program has messages for engines {missing}, groups are for {sorted(groups)}")
+        self._program = program
+        self._sources = sources
+        self._targets = targets
+        self._groups = dict(groups)
+        self._bound: Bound | None = None
+        self._lanes = Lanes(())
+        self._lock = threading.Lock()
+        self._failed: dict[str, str] = {}
+        self._lost: dict[str, int] = {}
+
+    @property
+    def buffer_nbytes(self) -> int:
+        """Bytes of the window buffers that are held now."""
+        return self._bound.buffer_nbytes if self._bound is not None else 0
+
+    def drop(self, engine: str, cause: str) -> None:
+        """Leave an engine out from now on: what is pending with it ends at once. The first cause is kept."""
+        self._drop(engine, cause, None)
+
+    def _drop(self, engine: str, cause: str, peer: int | None) -> None:
+        with self._lock:
+            if engine in self._failed:
+                return
+            self._failed[engine] = cause
+            if peer is not None:
+                self._lost[engine] = peer
+        if engine in self._groups:
+            self._groups[engine].abort(cause)
+
+    def release(self) -> None:
+        """Free the window buffers; the next run makes new ones."""
+        self._bound = None
+
+    def run(self, deadline: Deadline) -> Moved:
+        """Move everything, waiting no longer than the deadline. What fails is in the result, engine by engine.
+
+        Anything but a fabric's error or an overflow is raised, after all groups were aborted: peers don't wait for it.
+        """
+        tally = _Tally()
+        try:
+            self._run(self._ready(), deadline, tally)
+        except BaseException as error:
+            for engine in self._groups:
+                self.drop(engine, f"process {self._program.process} failed: {type(error).__name__}: {error}")
+            raise
+        with self._lock:
+            failed, lost = dict(self._failed), dict(self._lost)
+        seconds = {stage: tally.seconds[stage] for stage in ("pack", "move", "unpack")}
+        mutated = frozenset(tally.mutated)
+        return Moved(seconds=seconds, sent=tally.sent, arrived=tally.arrived, failed=failed, lost=lost, mutated=mutated)
+
+    def _ready(self) -> Bound:
+        if self._bound is None:
+            carried = [group.devices for group in self._groups.values()]
+            both = frozenset.intersection(*carried) if carried else frozenset({"cpu"})
+            self._bound = bind(self._program, sources=self._sources, targets=self._targets, carried=both)
+            self._lanes = Lanes(self._bound.devices)
+        return self._bound
+
+    def _run(self, bound: Bound, deadline: Deadline, tally: _Tally) -> None:
+        self._lanes.begin()
+        windows: Sequence[BoundWindow | None] = (None, *bound.windows, None)
+        self._pack(windows[1], tally)
+        for previous, window, following in zip(windows, windows[1:], windows[2:], strict=False):
+            assert window is not None
+            begun = perf_counter()
+            self._lanes.settle()
+            posted = self._post(window, tally)
+            self._pack(following, tally)
+            self._unpack(previous, tally)
+            self._wait(posted, deadline)
+            tally.seconds["move"] += perf_counter() - begun
+        self._unpack(windows[-2], tally)
+        self._lanes.end()
+
+    def _batches(self, window: BoundWindow | None) -> Iterator[tuple[str, Batch]]:
+        """The batches of a window whose engines are still there."""
+        for engine, batch in window.batches.items() if window is not None else ():
+            if engine not in self._failed:
+                yield engine, batch
+
+    def _pack(self, window: BoundWindow | None, tally: _Tally) -> None:
+        with tally.timed("pack"), self._lanes.packing():
+            for engine, batch in self._batches(window):
+                try:
+                    self._pack_batch(batch)
+                except NarrowingError as error:
+                    self.drop(engine, str(error))
+
+    def _pack_batch(self, batch: Batch) -> None:
+        for tensor in batch.narrowed_locally:
+            tensor.check()
+        batch.pack.make()
+        if batch.narrowed:
+            self._lanes.packed()
+        for run in batch.narrowed:
+            run.check()
+
+    def _unpack(self, window: BoundWindow | None, tally: _Tally) -> None:
+        with tally.timed("unpack"), self._lanes.unpacking():
+            for engine, batch in self._batches(window):
+                if batch.unpack.into or batch.local.into:
+                    tally.mutated.add(engine)
+                    batch.local.make()
+                    batch.unpack.make()
+
+    def _post(self, window: BoundWindow, tally: _Tally) -> list[_Posted]:
+        posted: list[_Posted] = []
+        for transfer in window.recvs:
+            with self._guarded(transfer.engine) as group:
+                if group is not None:
+                    posted.append(_Posted(transfer, group.recv(transfer.buffer, peer=transfer.peer), tally.arrived))
+                    tally.mutated.update((transfer.engine,) if transfer.live else ())
+        for transfer in window.sends:
+            with self._guarded(transfer.engine) as group:
+                if group is not None:
+                    posted.append(_Posted(transfer, group.send(transfer.buffer, peer=transfer.peer), tally.sent))
+        return posted
+
+    @contextmanager
+    def _guarded(self, engine: str) -> Iterator[Group | None]:
+        """The engine's group, or None if it was dropped. A fabric's error inside drops the engine."""
+        try:
+            yield self._groups[engine] if engine not in self._failed else None
+        except FabricError as error:
+            self._drop(engine, str(error), error.peer)
+
+    def _wait(self, posted: Sequence[_Posted], deadline: Deadline) -> None:
+        """Wait for all, those of dropped engines too: their works end at once, and then nothing writes any more."""
+        for each in posted:
+            with self._guarded(each.transfer.engine):
+                each.count[each.transfer.engine] += each.work.wait(deadline.remaining())

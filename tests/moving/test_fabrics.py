@@ -1,0 +1,257 @@
+"""Every fabric carries bytes in order, counts them, and says who is missing, lost or late. Gloo runs in threads here."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from moving_support import HandClock, Table, connect, threads
+
+from refit_backends.gloo import GlooFabric
+from refit_backends.inproc import InprocFabric
+from refit_sdk.fabric import Fabric, FabricError
+
+
+@pytest.fixture(params=[InprocFabric, GlooFabric], ids=lambda cls: cls.name)
+def fabric(request: pytest.FixtureRequest) -> Fabric:
+    return request.param()
+
+
+def numbers(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.uint8)
+
+
+def test_is_usable_here(fabric: Fabric) -> None:
+    assert fabric.missing() is None
+    assert isinstance(fabric, Fabric)
+
+
+def test_messages_of_a_pair_match_in_order(fabric: Fabric) -> None:
+    ends = connect(fabric, 2)
+    buffers = [numbers(0, 0), numbers(0, 0), numbers(0)]
+    recvs = [ends[1].recv(buffer, peer=0) for buffer in buffers]
+    sends = [ends[0].send(sent, peer=1) for sent in (numbers(1, 2), numbers(3, 4), numbers(5))]
+    assert [work.wait(5) for work in (*recvs, *sends)] == [2, 2, 1, 2, 2, 1]
+    assert [buffer.tolist() for buffer in buffers] == [[1, 2], [3, 4], [5]]
+
+
+def test_all_pairs_at_once_in_both_directions(fabric: Fabric) -> None:
+    ends = connect(fabric, 3)
+
+    def work(me: int) -> list[int]:
+        peers = [peer for peer in range(3) if peer != me]
+        buffers = [numbers(99) for _ in peers]
+        works = [ends[me].recv(buffer, peer=peer) for buffer, peer in zip(buffers, peers, strict=True)]
+        works += [ends[me].send(numbers(10 * me + peer), peer=peer) for peer in peers]
+        assert [each.wait(5) for each in works] == [1] * 4
+        return [int(buffer) for buffer in buffers]
+
+    assert threads(3, work) == [[10, 20], [1, 21], [2, 12]]
+
+
+def test_peers_are_world_numbers(fabric: Fabric) -> None:
+    table = Table()
+    members = (3, 7)
+    low, high = threads(
+        2, lambda i: fabric.connect(group="g", members=members, process=members[i], store=table, timeout=20)
+    )
+    received = numbers(0)
+    work = high.recv(received, peer=3)
+    low.send(numbers(9), peer=7).wait(5)
+    assert work.wait(5) == 1
+    assert received.tolist() == [9]
+
+
+@pytest.mark.parametrize("size", [1, 3, 12], ids="{}-bytes-sent".format)
+def test_another_length_is_an_error_and_writes_nothing_beyond(fabric: Fabric, size: int) -> None:
+    ends = connect(fabric, 2)
+    buffer = torch.zeros(12, dtype=torch.uint8)
+    recv = ends[1].recv(buffer[:2], peer=0)
+    send = ends[0].send(torch.ones(size, dtype=torch.uint8), peer=1)
+    for work in (recv, send):
+        with pytest.raises(FabricError):
+            work.wait(0.2)
+    assert not buffer.any()
+
+
+def test_a_member_that_does_not_come_is_named(fabric: Fabric) -> None:
+    table = Table()
+    results = threads(
+        2, lambda i: fabric.connect(group="g", members=range(4), process=(0, 2)[i], store=table, timeout=0.3)
+    )
+    for error in results:
+        assert isinstance(error, FabricError)
+        assert "[1, 3] did not come" in str(error)
+
+
+def test_a_group_of_one_needs_no_peer(fabric: Fabric) -> None:
+    group = fabric.connect(group="g", members=[4], process=4, store=Table(), timeout=5)
+    group.close()
+    group.close()
+
+
+def test_abort_ends_what_is_pending_at_once_and_says_why(fabric: Fabric) -> None:
+    ends = connect(fabric, 3)
+    pending = [ends[0].recv(numbers(0), peer=peer) for peer in (1, 2)] + [ends[0].send(numbers(1), peer=2)]
+    begun = threading.Event()
+
+    def wait_for(work: Any) -> str:
+        begun.set()
+        with pytest.raises(FabricError) as caught:
+            work.wait(50)
+        return str(caught.value)
+
+    def work(index: int) -> Any:
+        if index == 3:
+            assert begun.wait(10)
+            return ends[0].abort("engine e is dropped")
+        return wait_for(pending[index])
+
+    assert threads(4, work) == ["engine e is dropped"] * 3 + [None]
+    with pytest.raises(FabricError, match="engine e is dropped"):
+        ends[0].send(numbers(1), peer=1)
+
+
+def test_abort_reaches_living_pairs_past_a_dead_one(fabric: Fabric) -> None:
+    ends = connect(fabric, 3)
+    ends[1].abort("gone")
+    with pytest.raises(FabricError) as caught:
+        ends[0].recv(numbers(0), peer=1).wait(5)
+    assert caught.value.peer == 1
+    pending = ends[0].recv(numbers(0), peer=2)
+    ends[0].abort("stop")
+    with pytest.raises(FabricError, match="stop"):
+        pending.wait(50)
+
+
+def test_a_lost_peer_is_named_and_other_pairs_go_on(fabric: Fabric) -> None:
+    ends = connect(fabric, 3)
+    pending = ends[0].recv(numbers(0), peer=1)
+    ends[1].abort("no more")
+    with pytest.raises(FabricError, match="process 1") as caught:
+        pending.wait(5)
+    assert caught.value.peer == 1
+    received = numbers(0)
+    recv = ends[2].recv(received, peer=0)
+    assert ends[0].send(numbers(8), peer=2).wait(5) == recv.wait(5) == 1
+    assert received.tolist() == [8]
+
+
+def test_abort_leaves_other_groups_as_they_are(fabric: Fabric) -> None:
+    table = Table()
+    one, two = connect(fabric, 2, group="one", store=table), connect(fabric, 2, group="two", store=table)
+    one[0].abort("dropped")
+    received = numbers(0)
+    recv = two[1].recv(received, peer=0)
+    assert two[0].send(numbers(6), peer=1).wait(5) == recv.wait(5) == 1
+    assert received.tolist() == [6]
+
+
+def test_a_wait_that_runs_out_names_the_peer_and_ends_the_group(fabric: Fabric) -> None:
+    ends = connect(fabric, 3)
+    late, other = ends[0].recv(numbers(0, 0), peer=1), ends[0].recv(numbers(0), peer=2)
+    with pytest.raises(FabricError, match=r"0\.1 s for process 1 to send 2 bytes") as caught:
+        late.wait(0.1)
+    assert caught.value.peer == 1
+    with pytest.raises(FabricError, match="process 1"):
+        other.wait(50)
+    with pytest.raises(FabricError, match="process 1"):
+        ends[0].recv(numbers(0), peer=2)
+
+
+def test_an_abort_after_a_failure_keeps_the_first_cause(fabric: Fabric) -> None:
+    ends = connect(fabric, 2)
+    ends[0].abort("first")
+    ends[0].abort("second")
+    with pytest.raises(FabricError, match="first"):
+        ends[0].recv(numbers(0), peer=1)
+
+
+def test_eight_groups_at_once(fabric: Fabric) -> None:
+    table = Table()
+    results = threads(16, lambda i: fabric.connect(
+        group=f"g{i // 2}", members=[0, 1], process=i % 2, store=table, timeout=30
+    ))  # fmt: skip
+    assert not [result for result in results if isinstance(result, BaseException)]
+
+
+def test_inproc_waits_on_the_tests_own_clock() -> None:
+    clock = HandClock()
+    ends = connect(InprocFabric(clock=clock), 2)
+
+    def work(index: int) -> str:
+        if index:
+            clock.until_waiting(1)
+            clock.advance(3599)
+            clock.until_waiting(2)
+            clock.advance(1)
+            return ""
+        with pytest.raises(FabricError) as caught:
+            ends[0].recv(numbers(0), peer=1).wait(3600)
+        return str(caught.value)
+
+    assert threads(2, work)[0] == "waited 3600 s for process 1 to send 1 bytes"
+
+
+def test_inproc_reads_a_send_only_when_its_receive_is_there() -> None:
+    ends = connect(InprocFabric(), 2)
+    sent, received = numbers(1), numbers(0)
+    send = ends[0].send(sent, peer=1)
+    sent.fill_(2)
+    ends[1].recv(received, peer=0).wait(5)
+    assert send.wait(5) == 1
+    assert received.tolist() == [2]
+
+
+def test_inproc_refuses_another_process() -> None:
+    table = Table()
+    table.add("g/inproc/comers", 1)
+    table.set("g/inproc/hub", b"1/77")
+    with pytest.raises(FabricError, match="hub 1/77 .* not in this process"):
+        InprocFabric().connect(group="g", members=[0, 1], process=1, store=table, timeout=1)
+
+
+@pytest.mark.parametrize("where", [{"host": "::1"}, {"host": "localhost"}, {"interface": "lo"}], ids=str)
+def test_gloo_listens_where_it_is_told(where: dict[str, str]) -> None:
+    ends = connect(GlooFabric(**where), 2)
+    received = numbers(0)
+    recv = ends[1].recv(received, peer=0)
+    ends[0].send(numbers(5), peer=1).wait(5)
+    assert recv.wait(5) == 1
+    assert received.tolist() == [5]
+
+
+@pytest.mark.parametrize("where", [{"host": "192.0.2.1"}, {"interface": "nosuch0"}], ids=str)
+def test_gloo_says_where_it_cannot_listen(where: dict[str, str]) -> None:
+    (place,) = where.values()
+    with pytest.raises(FabricError, match=rf"can't listen on .*{place}.*give host="):
+        GlooFabric(**where).connect(group="g", members=[0, 1], process=0, store=Table(), timeout=1)
+
+
+def test_gloo_takes_one_of_host_and_interface() -> None:
+    with pytest.raises(FabricError, match="give one of them"):
+        GlooFabric(host="::1", interface="lo")
+
+
+def test_gloo_tells_all_addresses_when_it_cannot_connect() -> None:
+    table = Table()
+    fabrics = (GlooFabric(host="127.0.0.1"), GlooFabric(host="::1"))
+    results = threads(2, lambda i: fabrics[i].connect(group="g", members=[0, 1], process=i, store=table, timeout=1))
+    errors = [str(result) for result in results if isinstance(result, FabricError)]
+    assert errors
+    assert all("0 at 127.0.0.1, 1 at ::1" in error for error in errors)
+
+
+def test_gloo_carries_more_than_two_gib() -> None:
+    ends = connect(GlooFabric(), 2)
+    nbytes = (2 << 30) + 5
+    sent = torch.zeros(nbytes, dtype=torch.uint8)
+    sent[-5:] = numbers(1, 2, 3, 4, 5)
+    received = torch.empty(nbytes, dtype=torch.uint8)
+    recv = ends[1].recv(received, peer=0)
+    send = ends[0].send(sent, peer=1)
+    assert recv.wait(60) == send.wait(60) == nbytes
+    assert received[-6:].tolist() == [0, 1, 2, 3, 4, 5]
+    assert not received[:-5:4099].any()
