@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Final, Literal
 import torch
 from attrs import define, field
 
+from refit_sdk.errors import RendezvousError
 from refit_sdk.fabric import Deadline, Fabric, FabricError, KeyValue, roll_call
 from refit_sdk.hookspecs import hookimpl
 
@@ -181,7 +182,7 @@ class GlooFabric:
         table = KeyValueStore(store, prefix=f"{group}/gloo", deadline=deadline)
         try:
             native = dist.ProcessGroupGloo(table, members.index(process), len(members), _options(device, deadline))
-        except RuntimeError as error:
+        except (RuntimeError, RendezvousError) as error:
             places = ", ".join(f"{member} at {word.decode()}" for member, word in words.items())
             raise FabricError(
                 f"process {process} can't connect group {group!r} ({places}): {_last_words(str(error))}; "

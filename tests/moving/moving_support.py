@@ -141,7 +141,7 @@ def threads(count: int, work: Callable[[int], Any]) -> list[Any]:
     def one(index: int) -> None:
         try:
             results[index] = work(index)
-        except BaseException as error:
+        except Exception as error:  # noqa: BLE001 - it is the result
             results[index] = error
 
     started = [threading.Thread(target=one, args=(index,), daemon=True) for index in range(count)]

@@ -108,7 +108,8 @@ def test_of_several_copies_one_is_sent() -> None:
 @pytest.mark.parametrize("views", [True, False], ids=["other-rows", "no-side"])
 def test_a_piece_without_views_is_an_error_that_names_what_is_missing(side: str, views: bool) -> None:
     messages = (Message(1, "e", (Piece("w", Box((0, 0), (4, 2)), "float32"),)),)
-    program = Program(0, (Window(0, **{f"{side}s": messages}),))
+    window = Window(0, sends=messages) if side == "send" else Window(0, recvs=messages)
+    program = Program(0, (window,))
     found = Views([fragment("w", (4, 2), Box((0, 0), (3, 2)), torch.zeros(3, 2))]) if views else None
     with pytest.raises(LayoutError, match=rf"to {side} w .*no .*\[{'3:4' if views else '0:4'}, 0:2\]"):
         bind(program, sources=found, targets=found, carried=CPU)

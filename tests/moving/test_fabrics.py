@@ -1,4 +1,4 @@
-"""Every fabric carries bytes in order, counts them, and says who is missing, lost or late. Gloo runs in threads here."""
+"""Every fabric carries bytes in order, counts them, and says who is missing, lost or late. Gloo is in threads here."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from moving_support import HandClock, Table, connect, threads
-
 from refit_backends.gloo import GlooFabric
 from refit_backends.inproc import InprocFabric
+
 from refit_sdk.fabric import Fabric, FabricError
 
 
@@ -209,7 +209,7 @@ def test_inproc_refuses_another_process() -> None:
     table = Table()
     table.add("g/inproc/comers", 1)
     table.set("g/inproc/hub", b"1/77")
-    with pytest.raises(FabricError, match="hub 1/77 .* not in this process"):
+    with pytest.raises(FabricError, match=r"hub 1/77 .* not in this process"):
         InprocFabric().connect(group="g", members=[0, 1], process=1, store=table, timeout=1)
 
 
