@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterable, Mapping
 
 import attrs
+from rich import box
 from rich.table import Table
 from rich.text import Text
 
@@ -20,12 +21,15 @@ from refit_sdk.plugins import Finding
 
 
 def to_table(versions: Mapping[str, str], findings: Iterable[Finding]) -> Table:
-    """One row a finding: kind, name, usable here or not, where it comes from, why not and what to install."""
+    """One row a finding: kind, name, usable here or not, where it comes from; below that, why not and what to install."""
     title = ", ".join(f"{name} {version}" for name, version in versions.items())
-    table = Table("kind", "name", "here", "plug-in", "why", title=title, title_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
+    for heading in ("kind", "name", "here"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("from", overflow="fold")
     for finding in findings:
-        kind = finding.kind.replace("_", " ")
-        table.add_row(kind, finding.name, _verdict(finding), Text(str(finding.origin)), Text(finding.why))
+        whence = "\n".join(filter(None, (str(finding.origin), finding.why)))
+        table.add_row(finding.kind.replace("_", " "), finding.name, _verdict(finding), Text(whence))
     return table
 
 

@@ -51,10 +51,11 @@ def test_what_only_lacks_a_device_is_no_fault(use: Any) -> None:
     use(offer(Absent), offer(Present))
     code, output = run()
     assert code == 0
-    row = next(line for line in output.splitlines() if "nccl" in line)
-    assert "not usable" in row
-    assert "acme (refit_acme, of refit-acme 1.2)" in row
-    assert "install a CUDA build" in row
+    lines = output.splitlines()
+    row = next(number for number, line in enumerate(lines) if "nccl" in line)
+    assert "not usable" in lines[row]
+    assert "acme (refit_acme, of refit-acme 1.2)" in lines[row]
+    assert "install a CUDA build" in lines[row + 1]
     assert "usable" in next(line for line in output.splitlines() if "gloo" in line)
 
 

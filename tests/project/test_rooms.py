@@ -19,7 +19,8 @@ from attrs import frozen
 
 ROOMS = {
     "geometry": "errors dtypes box tensor mesh placement layout",
-    "planning": "settings topology world aliases families transport program overlap cuts balance cost routes plan",
+    "planning": "settings topology world aliases families transport program overlap pieces coverage cuts balance "
+    "cost routes plan",
     "moving": "adapter fabric executor binding device narrowing",
     "protocol": "fold views manifest messages control membership agreement states push verify report seat participant "
     "coordinator hub",
