@@ -21,7 +21,7 @@ from refit_sdk.plugins import Finding
 
 
 def to_table(versions: Mapping[str, str], findings: Iterable[Finding]) -> Table:
-    """One row a finding: kind, name, usable here or not, where it comes from; below that, why not and what to install."""
+    """One row a finding: kind, name, usable here or not, where it comes from, and why not and what to install."""
     title = ", ".join(f"{name} {version}" for name, version in versions.items())
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
     for heading in ("kind", "name", "here"):
