@@ -64,5 +64,9 @@ class RendezvousError(RefitError):
     """Joining or re-forming failed: an address, a token, a number or a rank that isn't right."""
 
 
+class SessionClosed(RefitError):  # noqa: N818 - it ends a loop over `receive()`, as StopIteration ends one over `next()`
+    """The other side closed the session normally: there is nothing more to push or to receive."""
+
+
 class FencedError(RefitError):
     """A module whose weights are torn or in doubt was asked to run."""

@@ -6,13 +6,23 @@ the window of the same number, and messages of a directed pair match in order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import product
 from math import prod
+from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 from attrs import field, frozen
 
 from refit_sdk.box import Box
 from refit_sdk.dtypes import itemsize
+
+if TYPE_CHECKING:
+    from refit_sdk.pieces import Family
+    from refit_sdk.settings import Settings
+    from refit_sdk.windows import StepTable
+    from refit_sdk.world import World
 
 
 @frozen
@@ -114,3 +124,81 @@ def _window_of(window: Window, engines: frozenset[str]) -> Window:
         tuple(message for message in window.recvs if message.engine in engines),
         tuple((engine, piece) for engine, piece in window.copies if engine in engines),
     )
+
+
+def lower(plan: Lowerable, process: int) -> Program:
+    """The program of one process: its steps, unfolded to checkpoint tensors and put into messages, window by window.
+
+    In a window, a pair's small pieces (of one engine) share the first message, larger ones follow one by one, in the order
+    of the plan's steps: so both ends have the same messages. Peers come in the order (peer - process) mod n for sends and
+    the other way round for receives, so that not everybody starts with the same one.
+    """
+    count = plan.world.num_processes
+    sends, recvs, copies = _lines(plan, process)
+    windows = []
+    for number in sorted({*sends, *recvs, *copies}):
+        out = _messages(sends.get(number, {}), plan.settings, lambda peer: (peer - process) % count)
+        into = _messages(recvs.get(number, {}), plan.settings, lambda peer: (process - peer) % count)
+        windows.append(Window(number, out, into, tuple(copies.get(number, ()))))
+    return Program(process, tuple(windows))
+
+
+class Lowerable(Protocol):
+    """What a program is made from; `refit_sdk.plan.Plan` has it."""
+
+    @property
+    def world(self) -> World: ...
+    @property
+    def settings(self) -> Settings: ...
+    @property
+    def families(self) -> tuple[Family, ...]: ...
+    @property
+    def steps(self) -> StepTable: ...
+    @property
+    def copies(self) -> StepTable: ...
+
+
+Lines = dict[int, dict[tuple[int, str], list[Piece]]]
+"""By window, by (peer, engine): pieces in order."""
+
+
+def _lines(plan: Lowerable, process: int) -> tuple[Lines, Lines, dict[int, list[tuple[str, Piece]]]]:
+    """The pieces that a process sends, receives and copies, by window."""
+    sends: Lines = defaultdict(lambda: defaultdict(list))
+    recvs: Lines = defaultdict(lambda: defaultdict(list))
+    copies: dict[int, list[tuple[str, Piece]]] = defaultdict(list)
+    steps = plan.steps.take(np.flatnonzero((plan.steps.src == process) | (plan.steps.dst == process)))
+    for window, src, dst, engine, pieces in _unfolded(plan, steps):
+        peer, lines = (dst, sends) if src == process else (src, recvs)
+        lines[window][peer, engine].extend(pieces)
+    for window, _, _, engine, pieces in _unfolded(plan, plan.copies.take(np.flatnonzero(plan.copies.src == process))):
+        copies[window].extend((engine, piece) for piece in pieces)
+    return sends, recvs, copies
+
+
+def _unfolded(plan: Lowerable, steps: StepTable) -> Iterator[tuple[int, int, int, str, list[Piece]]]:
+    """Each step as (window, src, dst, engine, pieces)."""
+    engines = plan.world.engines
+    columns = (steps.window, steps.src, steps.dst, steps.engine, steps.family, steps.start, steps.stop)
+    for window, src, dst, engine, family, start, stop in zip(*(column.tolist() for column in columns), strict=True):
+        yield window, src, dst, engines[engine], list(unfold(plan.families[family], start, stop))
+
+
+def unfold(family: Family, start: Sequence[int], stop: Sequence[int]) -> Iterator[Piece]:
+    """The pieces of a box of a family, one a member, in order of the members' numbers."""
+    stacked, ndim, wire = family.num_stacked, family.ndim, family.wire
+    box = Box(start[stacked:ndim], stop[stacked:ndim])
+    for index in product(*(range(a, b) for a, b in zip(start[:stacked], stop[:stacked], strict=True))):
+        yield Piece(family.name.format(*index), box, wire)
+
+
+def _messages(
+    lines: dict[tuple[int, str], list[Piece]], settings: Settings, turn: Callable[[int], int]
+) -> tuple[Message, ...]:
+    messages = []
+    for peer, engine in sorted(lines, key=lambda line: (turn(line[0]), line[1])):
+        pieces = lines[peer, engine]
+        small = tuple(piece for piece in pieces if piece.nbytes < settings.coalesce_bytes)
+        messages += [Message(peer, engine, small)] if small else []
+        messages += [Message(peer, engine, (piece,)) for piece in pieces if piece.nbytes >= settings.coalesce_bytes]
+    return tuple(messages)

@@ -1,0 +1,94 @@
+"""A rendezvous without a model: it says which engines a push waits for, and runs where no GPU is, in a driver say.
+
+>>> with RefitController(rendezvous="tcp://127.0.0.1:0", engines=["rollout-0"]) as controller:
+...     controller.engines
+{'rollout-0': 'waiting'}
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from refit_sdk.control import Address, find_token, listen, parse_rendezvous
+from refit_sdk.errors import RendezvousError
+from refit_sdk.joining import rendezvous_or_env, serve
+from refit_sdk.session import DEADLINE, HEARTBEAT, _engines
+
+
+class RefitController:
+    """Hosts the rendezvous, and admits, drops, pauses and resumes engines."""
+
+    def __init__(
+        self,
+        *,
+        rendezvous: str | None = None,
+        engines: int | Sequence[str] = 1,
+        token: str | None = None,
+        insecure: bool = False,
+        deadline: float = DEADLINE,
+        heartbeat: float = HEARTBEAT,
+    ) -> None:
+        """Listen at `rendezvous` (port 0: any free one). `engines`: how many to wait for, or their names."""
+        address = parse_rendezvous(rendezvous_or_env(rendezvous))
+        secret = find_token(token, address=address, insecure=insecure)
+        expected = _engines(engines)
+        assert expected is not None
+        try:
+            listener = listen(address)
+        except OSError as error:
+            raise RendezvousError(f"the controller can't listen at {address}: {error}; is another there?") from error
+        self._address = Address(address.host, listener.getsockname()[1])
+        self._hub = serve(
+            listener,
+            token=secret,
+            engines=expected,
+            deadline=deadline,
+            heartbeat=heartbeat,
+            hosted_by="the controller",
+        )
+
+    @property
+    def rendezvous(self) -> str:
+        """The address to give to every session."""
+        return str(self._address)
+
+    @property
+    def engines(self) -> dict[str, str]:
+        """Every engine's state, by name: those of `refit_sdk.states.EngineState`."""
+        return self._hub.coordinator.engine_states()
+
+    @property
+    def state(self) -> str:
+        """The session's state: those of `refit_sdk.states.SessionState`."""
+        return str(self._hub.coordinator.state)
+
+    def admit(self, engine: str) -> None:
+        """Let an engine of this name join; it is in from the next push on."""
+        self._hub.ask(lambda: self._hub.coordinator.admit(engine))
+
+    def drop(self, engine: str, *, reason: str = "the controller dropped it") -> None:
+        """Take an engine out for good: its sessions are closed, and pushes don't wait for it."""
+        self._hub.ask(lambda: self._hub.coordinator.drop(engine, reason, now=time.monotonic()))
+
+    def pause(self, engine: str) -> None:
+        """Leave an engine out of the next pushes. `RendezvousError` unless it is ready."""
+        self._hub.ask(lambda: self._hub.coordinator.pause(engine))
+
+    def resume(self, engine: str) -> None:
+        """Take a paused engine in again. `RendezvousError` unless it is paused."""
+        self._hub.ask(lambda: self._hub.coordinator.resume(engine))
+
+    def close(self, reason: str = "") -> None:
+        """End the session for everybody and free the address. A second call does nothing."""
+        self._hub.close(f"the controller closed the session{': ' if reason else ''}{reason}", normal=not reason)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close("" if error is None else f"{type(error).__name__}: {error}")

@@ -1,0 +1,541 @@
+"""The rendezvous's mind: one state for the session, one for each engine, and what every message changes.
+
+1. Processes say `Hello` until the world is complete; then an epoch is formed: plan, compare, connect.
+2. A push gathers `Ready` from every source and every rank of the engines that it waits for. If anybody's manifest or
+   the membership changed, or a group was aborted, an epoch is formed first. Then `Go`.
+3. A loss or a deadline before `Go` is a `Fault` for all who wait; after it, the push decides engine by engine.
+4. A lost source breaks the session until all survivors say `reform`.
+
+Pure: messages and the time come in, messages go out; no I/O, no clock, no threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from refit_sdk import __version__, messages
+from refit_sdk import manifest as wire
+from refit_sdk.agreement import Agreement, unequal_sums
+from refit_sdk.errors import RefitError, RendezvousError
+from refit_sdk.membership import Engine, Membership
+from refit_sdk.messages import Done, Failed, Fault, Hello, Leave, Linked, Message, Planned, Ready, Up, Verdict
+from refit_sdk.push import EnginePart, PushRound
+from refit_sdk.states import SESSION, EngineState, PushState, SessionState, next_state
+from refit_sdk.world import Seat
+
+Sent = list[tuple[int, Message]]
+
+
+class Coordinator:
+    """Everything that the rendezvous knows. A link is a number that its caller gives each connection."""
+
+    def __init__(
+        self,
+        *,
+        engines: int | tuple[str, ...],
+        deadline: float,
+        heartbeat: float,
+        now: float,
+        hosted_by: str = "the controller",
+    ) -> None:
+        self.state = SessionState.JOINING
+        self.membership = Membership(engines)
+        self.epoch = 0
+        self.version: int | None = None
+        self.push: PushRound | None = None
+        self._deadline = deadline
+        self._heartbeat = heartbeat
+        self._hosted_by = hosted_by
+        self._ends: float | None = now + deadline
+        self._agreement: Agreement | None = None
+        self._ready: dict[int, Ready] = {}
+        self._changed = True
+        self._fresh: set[str] = set()
+        self._number = 0
+        self._now = now
+        self._out: Sent = []
+
+    def receive(self, link: int, message: Up, *, now: float) -> Sent:
+        """Take a message from a process; the messages to send, as (link, message)."""
+        self._now = now
+        known = link in self.membership.members
+        match message:
+            case Hello() if not known:
+                self._hello(link, message)
+            case Ready() if known and self.state is SessionState.CLOSED:
+                self._send(link, messages.Closed(reason="this session is over", normal=False))
+            case Ready() if known:
+                self._take_ready(link, message)
+            case Planned() if self._is_current(message.epoch):
+                self._planned(link, message)
+            case Failed() if self._is_current(message.epoch):
+                self._fault(message.error, message.causes, failures={self._name(link): message.causes[0]})
+            case Linked() if self._is_current(message.epoch):
+                self._linked(link, message)
+            case Done() if self.push is not None and message.push == self.push.number and known:
+                self._drop(self.push.done(link, message))
+                self._advance()
+            case Leave() if known:
+                self._leave(link, message.reason)
+        return self._flush()
+
+    def lost(self, link: int, cause: str, *, now: float) -> Sent:
+        """Take word that a process is gone; the messages to send."""
+        self._now = now
+        if link in self.membership.members and self.state is not SessionState.CLOSED:
+            self._lose(link, cause, left=False)
+        return self._flush()
+
+    def tick(self, *, now: float) -> Sent:
+        """Look at the deadline; the messages to send."""
+        self._now = now
+        if self._ends is not None and now >= self._ends:
+            self._expire()
+        return self._flush()
+
+    def engine_states(self) -> dict[str, str]:
+        """Every engine's state; `waiting` for those that are expected by name and haven't come."""
+        expected = self.membership.expected
+        names = () if isinstance(expected, int) else expected
+        found = {name: str(engine.state) for name, engine in self.membership.engines.items()}
+        return dict(sorted({**dict.fromkeys(names, str(EngineState.WAITING)), **found}.items()))
+
+    def close(self, reason: str, *, normal: bool) -> Sent:
+        """End the session for everybody; the messages to send."""
+        self._close(reason, normal=normal)
+        return self._flush()
+
+    def _flush(self) -> Sent:
+        out, self._out = self._out, []
+        return out
+
+    def _send(self, link: int, message: Message) -> None:
+        if link in self.membership.members:
+            self._out.append((link, message))
+
+    def _tell(self, links: Iterable[int], message: Message) -> None:
+        for link in links:
+            self._send(link, message)
+
+    def _happen(self, event: str) -> None:
+        self.state = next_state(SESSION, self.state, event)
+
+    def _name(self, link: int) -> str:
+        return self.membership.members[link].name
+
+    def _hello(self, link: int, hello: Hello) -> None:
+        try:
+            if self.state is SessionState.CLOSED:
+                raise RefitError("this session is over; start a new rendezvous")
+            if hello.sdk != __version__:
+                raise RefitError(f"refit_sdk is {hello.sdk} here and {__version__} at the rendezvous: install the same")
+            self.membership.admit(link, hello)
+        except RefitError as error:
+            self._out.append((link, messages.Refused(reason=str(error))))
+            return
+        late = self.state is not SessionState.JOINING
+        self._send(
+            link,
+            messages.Welcome(late=late, hosted_by=self._hosted_by, heartbeat=self._heartbeat, deadline=self._deadline),
+        )
+        self._changed = True
+        if not late and not self.membership.missing():
+            self._happen("complete")
+            self._form("join", sorted(self.membership.engines))
+
+    def _form(self, kind: str, engines: list[str]) -> None:
+        self.epoch += 1
+        self._fresh.update(name for name in engines if not self.membership.engines[name].formed)
+        links = self.membership.links(engines)
+        self._agreement = Agreement(self.epoch, kind, frozenset(links), tuple(engines))
+        body = wire.encode_world(self.membership.world(self.epoch, engines))
+        fresh = tuple(sorted(self._fresh.intersection(engines)))
+        self._tell(links, messages.Form(epoch=self.epoch, world=body, settings=self.membership.settings, fresh=fresh))
+        self._ends = self._now + self._deadline
+
+    def _is_current(self, epoch: int) -> bool:
+        return self._agreement is not None and self._agreement.epoch == epoch
+
+    def _planned(self, link: int, message: Planned) -> None:
+        agreement = self._agreement
+        assert agreement is not None
+        if not agreement.planned(link, message):
+            return
+        differing = agreement.disagreement()
+        if differing is not None:
+            names = " and ".join(self._name(link) for link in differing)
+            cause = f"{names} made different plans of the same world: see that all run the same code and plug-ins"
+            self._fault("PlanError", (cause,))
+            return
+        self._tell(agreement.links, messages.Link(epoch=agreement.epoch))
+        self._ends = self._now + self._deadline
+
+    def _linked(self, link: int, message: Linked) -> None:
+        agreement = self._agreement
+        assert agreement is not None
+        if not agreement.linked(link, message):
+            return
+        self._agreement, self._changed = None, False
+        self._fresh.difference_update(agreement.engines)
+        for name, engine in self.membership.engines.items():
+            engine.formed = name in agreement.engines
+            if engine.formed:
+                engine.happen("formed")
+        if agreement.kind == "push":
+            if not self._refuse_ties(agreement.sums):
+                self._go(agreement.engines)
+            return
+        self._happen("formed")
+        self._ends = None
+        self._end_round(agreement)
+
+    def _end_round(self, agreement: Agreement) -> None:
+        waiting = set(self._ready) - set(agreement.links)
+        self._ready.clear()
+        self._tell(agreement.links, messages.Formed(epoch=agreement.epoch))
+        self._tell(waiting, messages.Formed(epoch=agreement.epoch, waiting=True))
+
+    def _take_ready(self, link: int, message: Ready) -> None:
+        member = self.membership.members[link]
+        for index, body in enumerate(message.manifests):
+            if body is not None:
+                try:
+                    wire.decode(body)
+                except RefitError as error:
+                    self._ready[link] = message
+                    self._fault("RendezvousError", (f"{member.name}: {error}",))
+                    return
+                member.manifests[index] = body
+                self._changed = True
+        self._ready[link] = message
+        if self.state in (SessionState.IDLE, SessionState.BROKEN) and self._opens(link, message):
+            if self.membership.lacks_source and message.kind == "push":
+                self._fault_lost()
+                return
+            self._happen("opened")
+            self._ends = self._now + self._deadline
+        self._gather()
+
+    def _opens(self, link: int, message: Ready) -> bool:
+        return message.kind == "reform" or self.membership.is_source(link)
+
+    def _gather(self) -> None:
+        if self.state is not SessionState.GATHERING:
+            return
+        if any(ready.kind == "reform" for ready in self._ready.values()):
+            if not self._missing_from_reform():
+                self._reform()
+        elif not self._refuse_push() and not self._missing_from_push():
+            self._start()
+
+    def _missing_from_reform(self) -> list[int]:
+        return [
+            link for link in self.membership.members if link not in self._ready or self._ready[link].kind != "reform"
+        ]
+
+    def _reform(self) -> None:
+        self.membership.forget_lost()
+        if not self.membership.sources:
+            self._close("no source is left", normal=False)
+            return
+        self._fresh.update(self.membership.engines)
+        self._happen("changed")
+        self._form("reform", [name for name, engine in sorted(self.membership.engines.items()) if engine.is_complete])
+
+    def _source_readies(self) -> list[tuple[int, Ready]]:
+        return [(link, ready) for link, ready in self._ready.items() if self.membership.is_source(link)]
+
+    def _refuse_push(self) -> bool:
+        opened = self._source_readies()
+        if not opened:
+            return True
+        versions = {ready.version for _, ready in opened}
+        if len(versions) > 1:
+            said = ", ".join(f"{self._name(link)} pushes {ready.version}" for link, ready in opened)
+            self._fault("PushError", (f"the sources push different versions: {said}",))
+            return True
+        version = next(iter(versions))
+        if version is None or (self.version is not None and version <= self.version):
+            self._fault(
+                "PushError",
+                (f"version {version} isn't above {self.version}, which is published: versions only go up",),
+            )
+            return True
+        require = max(ready.require for _, ready in opened)
+        if self.membership.gone and (not require or len(self._wanted()) < require):
+            self._fault_lost()
+            return True
+        return False
+
+    def _wanted(self) -> list[Engine]:
+        """The engines that a push waits for: all that stand, and late ones as soon as all their ranks are ready."""
+        wanted = []
+        for _, engine in sorted(self.membership.engines.items()):
+            stands = engine.state in (EngineState.READY, EngineState.TORN)
+            late = engine.is_complete and all(link in self._ready for link in engine.links.values())
+            if stands or (late and engine.state is EngineState.WAITING):
+                wanted.append(engine)
+        return wanted
+
+    def _missing_from_push(self) -> list[int]:
+        links = self.membership.links(engine.name for engine in self._wanted())
+        return [link for link in links if link not in self._ready]
+
+    def _start(self) -> None:
+        wanted = self._wanted()
+        if not wanted:
+            return
+        names = [engine.name for engine in wanted]
+        if self._changed or self._fresh.intersection(names) or any(not engine.formed for engine in wanted):
+            self._happen("changed")
+            self._form("push", names)
+        elif not self._refuse_ties(entry for _, ready in self._source_readies() for entry in ready.sums):
+            self._go(names)
+
+    def _refuse_ties(self, sums: Iterable[tuple[str, str, int, int]]) -> bool:
+        causes = [
+            f"{name} and {other} are one tensor at a target, and the sources hold different values for them: "
+            "tie them in training, or give the target both"
+            for name, other in unequal_sums(sums)
+        ]
+        if causes:
+            self._fault("PlanError", causes)
+        return bool(causes)
+
+    def _go(self, engines: Iterable[str]) -> None:
+        going = [self.membership.engines[name] for name in engines]
+        self._happen("go")
+        self._number += 1
+        ready = [ready for _, ready in self._source_readies()]
+        version = ready[0].version
+        assert version is not None
+        self.push = PushRound(
+            self._number,
+            version=version,
+            require=max(r.require for r in ready),
+            sources={link: str(Seat("source", "", rank)) for rank, link in self.membership.sources.items()},
+            parts=[self._part(engine) for engine in going],
+        )
+        self._ready.clear()
+        for engine in going:
+            engine.happen("go")
+        names = tuple(engine.name for engine in going)
+        self._tell(
+            self.membership.links(names),
+            messages.Go(epoch=self.epoch, push=self._number, version=version, engines=names),
+        )
+        self._ends = self._now + self._deadline
+
+    def _part(self, engine: Engine) -> EnginePart:
+        names = {link: str(Seat("target", engine.name, rank)) for rank, link in engine.links.items()}
+        return EnginePart(engine.name, names, engine.version, torn=engine.state is EngineState.TORN)
+
+    def _drop(self, parts: list[EnginePart]) -> None:
+        assert self.push is not None
+        for part in parts:
+            self._fresh.add(part.name)
+            told = {*self.push.sources, *part.names}
+            self._tell(sorted(told), messages.Drop(push=self.push.number, engine=part.name, cause=part.cause))
+
+    def _advance(self) -> None:
+        push = self.push
+        assert push is not None
+        for part in push.decide():
+            self._settle(part)
+        if push.ended:
+            self._end_push(push)
+
+    def _settle(self, part: EnginePart) -> None:
+        push, verdict, engine = self.push, part.verdict, self.membership.engines.get(part.name)
+        assert push is not None
+        assert verdict is not None
+        if engine is not None and engine.state is EngineState.MOVING:
+            engine.happen(_EVENT[PushState(verdict.state)])
+        if verdict.state == PushState.COMPLETE:
+            self.version = push.version
+            if engine is not None:
+                engine.version = push.version
+        only = [link for link in part.names if link not in push.sources]
+        self._tell(only, self._outcome(push, {part.name: verdict}))
+
+    def _outcome(self, push: PushRound, verdicts: dict[str, Verdict]) -> messages.Outcome:
+        whole = len(verdicts) == len(push.parts)
+        committed = push.committed if whole else all(v.state == PushState.COMPLETE for v in verdicts.values())
+        return messages.Outcome(
+            push=push.number,
+            version=push.version,
+            committed=committed,
+            engines=verdicts,
+            failures=push.failures,
+            ranks=push.ranks(None if whole else verdicts),
+        )
+
+    def _end_push(self, push: PushRound) -> None:
+        self._happen("ended without a source" if push.source_lost else "ended")
+        self._tell(sorted(push.sources), self._outcome(push, push.verdicts))
+        self.push, self._ends = None, None
+        if push.source_lost:
+            self._fresh.update(self.membership.engines)
+
+    def _leave(self, link: int, reason: str) -> None:
+        normal = not reason
+        if self.state is SessionState.MOVING or not normal:
+            self._lose(link, reason or "it closed its session", left=False)
+            return
+        self._lose(link, "it closed its session", left=True)
+
+    def _lose(self, link: int, cause: str, *, left: bool) -> None:
+        source = self.membership.is_source(link)
+        in_epoch = self._agreement is not None and link in self._agreement.links
+        engines = self.membership.engines_of(link)
+        failed = self.push.lost(link, cause) if self.push is not None else []
+        member = self.membership.remove(link, cause, left=left)
+        self._ready.pop(link, None)
+        self._changed = True
+        if self.state is SessionState.CLOSED:
+            return
+        if source and not self.membership.sources and self.push is None:
+            self._close(f"all sources have closed: {member.name}: {cause}", normal=left)
+        elif self.push is not None:
+            self._drop(failed)
+            self._advance()
+        elif source and left and self.state in (SessionState.IDLE, SessionState.BROKEN):
+            self._happen("source lost")
+        elif source or in_epoch or self.state is SessionState.JOINING:
+            self._fault_gone(member.name, cause, event="source lost" if source else "fault")
+        else:
+            self._engine_lost(engines, member.name, cause)
+
+    def _fault_gone(self, name: str, cause: str, *, event: str) -> None:
+        if self.state is SessionState.JOINING:
+            event = "fault"
+        self._fault("PushError", (f"{name}: {cause}",), failures={name: cause}, event=event)
+
+    def _engine_lost(self, engines: list[Engine], name: str, cause: str) -> None:
+        links = [link for engine in engines for link in engine.links.values() if link in self._ready]
+        for link in links:
+            del self._ready[link]
+        fault = Fault(
+            error="PushError",
+            causes=(f"{name}: {cause}",),
+            failures={name: cause},
+            engines=self.membership.verdicts(),
+        )
+        self._tell(sorted(set(links)), fault)
+        self._gather()
+
+    def _fault_lost(self) -> None:
+        gone = self.membership.gone
+        causes = [f"{name}: {cause}" for name, cause in sorted(gone.items())]
+        self._fault("PushError", [*causes, "call reform() on every survivor, or bring the ranks back"], failures=gone)
+
+    def _fault(
+        self, error: str, causes: Iterable[str], *, failures: dict[str, str] | None = None, event: str = "fault"
+    ) -> None:
+        """End the round for all who wait, untouched."""
+        agreement, self._agreement = self._agreement, None
+        joining = self.state is SessionState.JOINING or (agreement is not None and agreement.kind == "join")
+        told = set(self._ready) | (set(agreement.links) if agreement else set())
+        if joining:
+            told = set(self.membership.members)
+        if agreement is not None:
+            self._fresh.update(agreement.engines)
+            self._changed = True
+        self._ready.clear()
+        self._ends = None
+        if self.membership.lacks_source and (self.state, "source lost") in SESSION:
+            event = "source lost"
+        if (self.state, event) in SESSION:
+            self._happen(event)
+        fault = Fault(error=error, causes=tuple(causes), failures=failures or {}, engines=self.membership.verdicts())
+        self._tell(sorted(told), fault)
+        if joining and self.state is not SessionState.CLOSED:
+            self._happen("closed")
+
+    def _expire(self) -> None:
+        self._ends = None
+        seconds = f"in {self._deadline:g} s"
+        if self.push is not None:
+            self._expire_push(self.push)
+        elif self._agreement is not None:
+            names = [self._name(link) for link in self._agreement.waiting_for()]
+            cause = f"{', '.join(names)} didn't {self._agreement.step()} {seconds}"
+            self._fault("PushError", (cause,), failures=dict.fromkeys(names, cause))
+        elif self.state is SessionState.JOINING:
+            missing = self.membership.missing()
+            self._fault("RendezvousError", (f"{', '.join(missing)} didn't join {seconds}",))
+        elif self.state is SessionState.GATHERING:
+            reform = any(ready.kind == "reform" for ready in self._ready.values())
+            links = self._missing_from_reform() if reform else self._missing_from_push()
+            names = [self._name(link) for link in links] or ["an engine"]
+            cause = f"{', '.join(names)} didn't call {'reform()' if reform else 'push() or receive()'} {seconds}"
+            self._fault("PushError", (cause,), failures=dict.fromkeys(names, cause))
+
+    def _expire_push(self, push: PushRound) -> None:
+        failed = push.expire(self._deadline)
+        if failed:
+            self._drop(failed)
+            self._ends = self._now + self._heartbeat
+            return
+        for link in sorted(push.silent):
+            self._send(link, messages.Closed(reason=f"no word of the push in {self._deadline:g} s", normal=False))
+            self._lose(link, f"no word of the push in {self._deadline:g} s", left=False)
+
+    def _close(self, reason: str, *, normal: bool) -> None:
+        if self.state is not SessionState.CLOSED:
+            self._happen("closed")
+            self._ends = self.push = self._agreement = None
+            self._tell(sorted(self.membership.members), messages.Closed(reason=reason, normal=normal))
+
+    def admit(self, engine: str) -> Sent:
+        """Let an engine of this name join, from the next push on."""
+        membership = self.membership
+        if isinstance(membership.expected, int):
+            membership.expected = tuple(sorted(membership.engines))
+        if engine not in membership.expected:
+            membership.expected = (*membership.expected, engine)
+        return self._flush()
+
+    def drop(self, engine: str, reason: str, *, now: float) -> Sent:
+        """Take an engine out: its ranks' sessions are closed, and pushes no longer wait for it."""
+        self._now = now
+        found = self.membership.engines.get(engine)
+        if found is None:
+            return []
+        for link in sorted(set(found.links.values())):
+            self._send(link, messages.Closed(reason=f"engine {engine} was dropped: {reason}", normal=False))
+            self._lose(link, f"dropped: {reason}", left=False)
+        self.membership.engines.pop(engine, None)
+        for rank in range(found.size):
+            self.membership.lost.pop(str(Seat("target", engine, rank)), None)
+        if not isinstance(self.membership.expected, int):
+            self.membership.expected = tuple(name for name in self.membership.expected if name != engine)
+        self._gather()
+        return self._flush()
+
+    def pause(self, engine: str) -> Sent:
+        """Leave an engine out of the next pushes."""
+        self._known(engine, EngineState.READY).happen("paused")
+        self._gather()
+        return self._flush()
+
+    def resume(self, engine: str) -> Sent:
+        """Take a paused engine in again."""
+        self._known(engine, EngineState.PAUSED).happen("resumed")
+        return self._flush()
+
+    def _known(self, name: str, state: EngineState) -> Engine:
+        engine = self.membership.engines.get(name)
+        if engine is None or engine.state is not state:
+            found = "not known" if engine is None else engine.state
+            raise RendezvousError(
+                f"engine {name!r} is {found}, it must be {state}; {sorted(self.membership.engines)} are"
+            )
+        return engine
+
+
+_EVENT = {
+    PushState.COMPLETE: "confirmed",
+    PushState.UNTOUCHED: "failed untouched",
+    PushState.TORN: "failed",
+}

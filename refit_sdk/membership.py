@@ -1,0 +1,256 @@
+"""Who is here: the seats of both sides, the engines and what state each is in, and who was lost.
+
+1. A process claims seats; a claim that contradicts what is known is refused, and only the claimer hears of it.
+2. The world is complete when every source rank and every rank of the expected engines has a seat.
+3. A lost process empties its seats. A lost source needs a reform; an engine with an empty seat is lost until the rank
+   comes again or a reform accepts the loss.
+
+Pure: no I/O and no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from attrs import define, field
+
+from refit_sdk import manifest as wire
+from refit_sdk.errors import RendezvousError
+from refit_sdk.messages import Claim, Hello, Verdict
+from refit_sdk.states import ENGINE, EngineState, PushState, next_state
+from refit_sdk.world import Seat, Side, World
+
+
+@define
+class Member:
+    """A process that has seats. `process` is its world number, from the first epoch that it is in."""
+
+    link: int
+    hello: Hello
+    manifests: list[bytes]
+    process: int | None = None
+
+    @property
+    def name(self) -> str:
+        """All its ranks, for messages."""
+        return "+".join(str(claim) for claim in self.hello.claims)
+
+
+@define
+class Engine:
+    """The target ranks that serve together."""
+
+    name: str
+    size: int
+    state: EngineState = EngineState.WAITING
+    version: int | None = None
+    links: dict[int, int] = field(factory=dict)
+    formed: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every rank has a seat."""
+        return len(self.links) == self.size
+
+    def happen(self, event: str) -> None:
+        """Go to the state that an event leads to."""
+        self.state = next_state(ENGINE, self.state, event)
+
+    def missing(self) -> Iterator[str]:
+        """The names of ranks without a seat."""
+        return (str(Seat("target", self.name, rank)) for rank in range(self.size) if rank not in self.links)
+
+    def verdict(self, *, cause: str = "") -> Verdict:
+        """What the engine is when no push touched it."""
+        torn = self.state is EngineState.TORN
+        return Verdict(PushState.TORN if torn else PushState.UNTOUCHED, self.version, cause)
+
+
+class Membership:
+    """The seats, by side and rank. `expected` are the engines to wait for: a number of any name, or names."""
+
+    def __init__(self, expected: int | tuple[str, ...]) -> None:
+        self.expected = expected
+        self.num_sources: int | None = None
+        self.sources: dict[int, int] = {}
+        self.engines: dict[str, Engine] = {}
+        self.members: dict[int, Member] = {}
+        self.lost: dict[str, str] = {}
+        self.left: dict[str, str] = {}
+        self._processes = 0
+
+    def admit(self, link: int, hello: Hello) -> Member:
+        """Seat a process. `RendezvousError` (nothing changed) if it can't have what it claims."""
+        for claim in hello.claims:
+            self._check(claim, hello)
+        self._check_alike(hello)
+        for body in hello.manifests:
+            wire.decode(body)
+        for claim in hello.claims:
+            self._seat(claim, link)
+        self.members[link] = Member(link, hello, list(hello.manifests))
+        return self.members[link]
+
+    def _check(self, claim: Claim, hello: Hello) -> None:
+        if claim.side == "source":
+            self._check_source(claim, hello)
+        else:
+            self._check_target(claim)
+        if not 0 <= claim.rank < claim.size:
+            raise RendezvousError(f"{claim} can't be: its size is {claim.size}, ranks are 0 to {claim.size - 1}")
+
+    def _check_source(self, claim: Claim, hello: Hello) -> None:
+        if self.num_sources not in (None, claim.size):
+            raise RendezvousError(
+                f"{claim} says there are {claim.size} source ranks, the others {self.num_sources}: give all one size"
+            )
+        if hello.engines is not None and hello.engines != self.expected:
+            raise RendezvousError(
+                f"{claim} waits for engines={hello.engines!r}, the rendezvous for {self.expected!r}: give all the same"
+            )
+        self._check_free(claim, self.sources)
+
+    def _check_target(self, claim: Claim) -> None:
+        engine = self.engines.get(claim.engine)
+        if engine is None:
+            if not self.admits(claim.engine):
+                raise RendezvousError(
+                    f"{claim} is not of an engine that is waited for ({self._expected()}): see the name, or admit it"
+                )
+            return
+        if engine.size != claim.size:
+            raise RendezvousError(f"{claim} says its engine has {claim.size} ranks, the others say {engine.size}")
+        self._check_free(claim, engine.links)
+
+    def _check_free(self, claim: Claim, taken: dict[int, int]) -> None:
+        if claim.rank in taken:
+            other = self.members[taken[claim.rank]].hello
+            raise RendezvousError(
+                f"{claim} is taken, by process {other.pid} on {other.host}: every process needs a rank of its own"
+            )
+
+    def _check_alike(self, hello: Hello) -> None:
+        for member in self.members.values():
+            if member.hello.settings and hello.settings and member.hello.settings != hello.settings:
+                raise RendezvousError(
+                    f"settings differ: {member.name} has {member.hello.settings}, "
+                    f"{hello.claims[0]} has {hello.settings}"
+                )
+            if member.hello.plugins != hello.plugins:
+                pairs = sorted(set(member.hello.plugins.items()) ^ set(hello.plugins.items()))
+                raise RendezvousError(
+                    f"plug-ins differ between {member.name} and {hello.claims[0]}: {pairs}; install the same on all"
+                )
+
+    def admits(self, engine: str) -> bool:
+        """Whether an engine of this name may join."""
+        if isinstance(self.expected, int):
+            return bool(self.lost) or len(self.engines) < self.expected or engine in self.engines
+        return engine in self.expected
+
+    def _expected(self) -> str:
+        return f"{self.expected} of any name" if isinstance(self.expected, int) else ", ".join(self.expected)
+
+    def _seat(self, claim: Claim, link: int) -> None:
+        self.lost.pop(str(claim), None)
+        self.left.pop(str(claim), None)
+        if claim.side == "source":
+            self.num_sources = claim.size
+            self.sources[claim.rank] = link
+            return
+        engine = self.engines.setdefault(claim.engine, Engine(claim.engine, claim.size))
+        engine.links[claim.rank] = link
+        if engine.state is EngineState.LOST:
+            engine.happen("rejoined")
+
+    def remove(self, link: int, cause: str, *, left: bool = False) -> Member:
+        """Empty a process's seats."""
+        member = self.members.pop(link)
+        for claim in member.hello.claims:
+            (self.left if left else self.lost)[str(claim)] = cause
+            if claim.side == "source":
+                del self.sources[claim.rank]
+            elif claim.engine in self.engines:
+                self._vacate(self.engines[claim.engine], claim.rank)
+        return member
+
+    def _vacate(self, engine: Engine, rank: int) -> None:
+        del engine.links[rank]
+        if engine.state in (EngineState.TORN, EngineState.MOVING):
+            engine.version = None
+        engine.happen("rank lost")
+        engine.formed = False
+
+    def forget_lost(self) -> None:
+        """Accept every loss: the world is the survivors now. An engine without any rank is gone."""
+        self.lost.clear()
+        self.left.clear()
+        self.engines = {name: engine for name, engine in self.engines.items() if engine.links}
+
+    @property
+    def gone(self) -> dict[str, str]:
+        """Every rank that isn't here any more, and why."""
+        return {**self.lost, **self.left}
+
+    @property
+    def lacks_source(self) -> bool:
+        """Whether a source is gone."""
+        return any(name.startswith("source[") for name in self.gone)
+
+    def missing(self) -> list[str]:
+        """The names of the ranks that the world is not complete without."""
+        size = self.num_sources
+        names = [str(Seat("source", "", r)) for r in range(size or 1) if r not in self.sources]
+        names += [name for engine in self.engines.values() for name in engine.missing()]
+        if isinstance(self.expected, int):
+            names += ["any rank of one more engine"] * (self.expected - len(self.engines))
+        else:
+            names += [f"any rank of {name}" for name in self.expected if name not in self.engines]
+        return names
+
+    def links(self, engines: Iterable[str]) -> list[int]:
+        """The living processes of the sources and of these engines, each once."""
+        found = [*self.sources.values(), *(link for name in engines for link in self.engines[name].links.values())]
+        return sorted(set(found))
+
+    def engines_of(self, link: int) -> list[Engine]:
+        """The engines that a process has seats in."""
+        return [engine for engine in self.engines.values() if link in engine.links.values()]
+
+    def is_source(self, link: int) -> bool:
+        """Whether a process has a seat on the source side."""
+        return link in self.sources.values()
+
+    @property
+    def settings(self) -> str:
+        """The sources' settings, as canonical JSON."""
+        return next(m.hello.settings for m in self.members.values() if self.is_source(m.link) and m.hello.settings)
+
+    def world(self, epoch: int, engines: Iterable[str]) -> World:
+        """The world of the sources and these engines. New processes get world numbers, in order of their seats."""
+        names = set(engines)
+        claims: list[tuple[Side, str, int, Member, bytes]] = []
+        for link in self.links(names):
+            member = self.members[link]
+            for claim, body in zip(member.hello.claims, member.manifests, strict=True):
+                if claim.side == "source" or claim.engine in names:
+                    claims.append((claim.side, claim.engine, claim.rank, member, body))
+        claims.sort(key=lambda claim: claim[:3])
+        bodies = sorted({claim[4] for claim in claims})
+        seats = [Seat(side, engine, rank, self._number(member)) for side, engine, rank, member, _ in claims]
+        return World(
+            epoch,
+            tuple(seats),
+            tuple(wire.decode(body) for body in bodies),
+            tuple(bodies.index(claim[4]) for claim in claims),
+        )
+
+    def _number(self, member: Member) -> int:
+        if member.process is None:
+            member.process = self._processes
+            self._processes += 1
+        return member.process
+
+    def verdicts(self) -> dict[str, Verdict]:
+        """What every engine is, when no push touched it."""
+        return {name: engine.verdict() for name, engine in sorted(self.engines.items())}

@@ -1,0 +1,473 @@
+"""A process's part in the protocol: join, agree, move, confirm, and fence itself where the outcome isn't good.
+
+1. Join: describe, say `Hello`, and form the first epoch with all others.
+2. A push: prepare; look whether anything described has moved; say `Ready`; form an epoch if the rendezvous says so;
+   on `Go`, run the program; install; check that as many bytes arrived as planned and that no address changed; say
+   `Done`; and wait for the outcome.
+3. From `Go` to the outcome a target is fenced. It serves again if its engine committed or was left untouched; torn or in
+   doubt, it stays fenced.
+
+>>> error_of("PushError", ("source[1]: it is gone",), failures={}, engines={"a": Verdict("torn", 3)})
+PushError('source[1]: it is gone; engine a is torn')
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
+
+from attrs import define, field, frozen
+
+from refit_sdk import __version__, errors, messages
+from refit_sdk import manifest as wire
+from refit_sdk.agreement import Sums
+from refit_sdk.control import Client
+from refit_sdk.errors import PlanError, PushError, RefitError, RendezvousError, SessionClosed, UnsupportedMoveError
+from refit_sdk.executor import Executor, Moved
+from refit_sdk.fabric import Deadline, Fabric, Group
+from refit_sdk.messages import Done, Down, EngineDone, Fault, Form, Go, Link, Outcome, Verdict
+from refit_sdk.plan import Plan
+from refit_sdk.program import Program
+from refit_sdk.report import EngineReport, PushReport, Traffic
+from refit_sdk.seat import Held
+from refit_sdk.states import PushState
+from refit_sdk.world import World
+
+Planner = Callable[[World, str], tuple[str, Plan]]
+"""A world and the settings' JSON → the input digest and the plan."""
+
+GRACE: Final = 3
+"""The rendezvous keeps the deadlines. A process gives up by itself only after this many of them."""
+
+
+@frozen
+class Install:
+    """How installing went: a cause if it failed, and the exception where an adapter raised one."""
+
+    cause: str
+    error: Exception | None
+
+
+@define(eq=False)
+class _Standing:
+    """What was agreed on in this epoch."""
+
+    epoch: int
+    plan: Plan
+    process: int
+    fresh: tuple[str, ...]
+    programs: dict[frozenset[str], Program] = field(factory=dict)
+    executors: dict[frozenset[str], Executor] = field(factory=dict)
+
+
+class Participant:
+    """One process of a session: at most one seat on each side."""
+
+    def __init__(
+        self,
+        client_of: Callable[[Callable[[Down], None]], Client],
+        *,
+        source: Held | None,
+        target: Held | None,
+        planner: Planner,
+        fabric: Fabric,
+    ) -> None:
+        self._source = source
+        self._target = target
+        self._planner = planner
+        self._fabric = fabric
+        self._standing: _Standing | None = None
+        self._groups: dict[str, Group] = {}
+        self._lock = threading.Lock()
+        self._drops: dict[int, dict[str, str]] = {}
+        self._running: tuple[int, Executor] | None = None
+        self._deadline = 0.0
+        self._closed: SessionClosed | None = None
+        self._left = False
+        self._client = client_of(self._urgent)
+
+    @property
+    def held(self) -> list[Held]:
+        """The seats of this process, source first."""
+        return [held for held in (self._source, self._target) if held is not None]
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the current epoch; None for a late rank before its first push."""
+        return self._standing.plan if self._standing is not None else None
+
+    @property
+    def client(self) -> Client:
+        """The control channel."""
+        return self._client
+
+    def _urgent(self, message: Down) -> None:
+        """Act on what can't wait for this rank's turn. Called on the reader's thread."""
+        with self._lock:
+            if isinstance(message, messages.Drop):
+                self._drops.setdefault(message.push, {}).setdefault(message.engine, message.cause)
+                if self._running is not None and self._running[0] == message.push:
+                    self._running[1].drop(message.engine, message.cause)
+            elif isinstance(message, messages.Closed):
+                for engine, group in self._groups.items():
+                    if self._running is not None:
+                        self._running[1].drop(engine, message.reason)
+                    group.abort(message.reason)
+
+    def join(
+        self,
+        *,
+        settings: str | None,
+        plugins: Mapping[str, str],
+        engines: int | tuple[str, ...] | None,
+        pid: int,
+        host: str,
+        deadline: float,
+    ) -> None:
+        """Take the seats and form the first epoch, or come late and wait for the next push. Raises what went wrong."""
+        self._deadline = deadline
+        hello = messages.Hello(
+            sdk=__version__,
+            claims=tuple(held.claim for held in self.held),
+            manifests=tuple(held.body for held in self.held),
+            settings=settings,
+            plugins=dict(plugins),
+            engines=engines,
+            pid=pid,
+            host=host,
+        )
+        self._client.send(hello)
+        match self._next(bounded=True):
+            case messages.Welcome(late=late, hosted_by=hosted_by, heartbeat=heartbeat, deadline=seconds):
+                self._client.host = f"the rendezvous host, {hosted_by},"
+                self._client.heartbeat = heartbeat
+                self._deadline = seconds
+            case messages.Refused(reason=reason):
+                raise RendezvousError(reason)
+            case other:
+                raise RendezvousError(f"the rendezvous answered {type(other).__name__} to the first message")
+        if late:
+            self._fence("it joined late: it serves from the next push on")
+        else:
+            self._round(bounded=True)
+
+    def _next(self, *, bounded: bool) -> Down:
+        """The next message that isn't about an earlier push. The end of the session is raised."""
+        if self._closed is not None:
+            raise self._closed
+        while True:
+            message = self._client.next(self._deadline * GRACE if bounded else None)
+            match message:
+                case None:
+                    raise RendezvousError(f"{self._client.host} gave no answer in {self._deadline * GRACE:g} s")
+                case messages.Drop():
+                    continue
+                case messages.Closed(reason=reason, normal=True):
+                    self._closed = SessionClosed(reason)
+                    raise self._closed
+                case messages.Closed(reason=reason):
+                    raise self._client.failure or RendezvousError(reason)
+                case _:
+                    return message
+
+    def _round(self, *, bounded: bool, sums: bool = False) -> Go | messages.Formed:
+        """Take part in an agreement until it ends well. What ends it badly is raised."""
+        while True:
+            match self._next(bounded=bounded):
+                case Form() as form:
+                    self._attempt(form.epoch, lambda form=form: self._plan(form))  # type: ignore[misc]
+                case Link() as link:
+                    self._attempt(link.epoch, lambda link=link: self._link(link, sums=sums))  # type: ignore[misc]
+                case Go() | messages.Formed() as end:
+                    return end
+                case Fault() as fault:
+                    raise error_of(fault.error, fault.causes, failures=fault.failures, engines=fault.engines)
+                case _:
+                    continue
+
+    def _attempt(self, epoch: int, step: Callable[[], None]) -> None:
+        """Do a step of the agreement. Its error goes to the rendezvous, which raises it everywhere."""
+        try:
+            step()
+        except RefitError as error:
+            self._client.send(messages.Failed(epoch=epoch, error=type(error).__name__, causes=causes_of(error)))
+
+    def _plan(self, form: Form) -> None:
+        world = wire.decode_world(form.world)
+        claims = {(held.claim.side, held.claim.engine, held.claim.rank) for held in self.held}
+        process = next(s.process for s in world.seats if (s.side, s.engine, s.rank) in claims)
+        digest, plan = self._planner(world, form.settings)
+        self._standing = _Standing(form.epoch, plan, process, form.fresh)
+        self._client.send(messages.Planned(epoch=form.epoch, input_digest=digest, plan_digest=plan.digest))
+
+    def _link(self, link: Link, *, sums: bool) -> None:
+        standing = self._standing
+        assert standing is not None
+        mine = self._members(standing)
+        for engine in [name for name in self._groups if name not in mine or name in standing.fresh]:
+            self._groups.pop(engine).close()
+        for engine in sorted(mine.keys() - self._groups.keys()):
+            self._connect(standing, engine, mine[engine])
+        parts = self._sums() if sums else ()
+        self._client.send(messages.Linked(epoch=link.epoch, sums=parts))
+
+    def _connect(self, standing: _Standing, engine: str, members: list[int]) -> None:
+        group = self._fabric.connect(
+            group=f"{standing.epoch}/{engine}",
+            members=members,
+            process=standing.process,
+            store=self._client,
+            host=self._client.local_host,
+            timeout=self._deadline,
+        )
+        with self._lock:
+            self._groups[engine] = group
+
+    def _members(self, standing: _Standing) -> dict[str, list[int]]:
+        """The engines whose groups this process is in, each with its members."""
+        world = standing.plan.world
+        found = {}
+        for engine in world.engines:
+            members = {s.process for s in world.seats if s.side == "source" or s.engine == engine}
+            if standing.process in members:
+                found[engine] = sorted(members)
+        return found
+
+    def _sums(self) -> Sums:
+        return self._source.sums(self.plan) if self._source is not None and self.plan is not None else ()
+
+    def push(self, *, version: int | None, require: int = 0, released: Callable[[], None] | None = None) -> PushReport:
+        """One push from this process's side: `version` for sources; targets take what comes (None).
+
+        `released` is called when the sources may change their values again. Raises what went wrong.
+        """
+        begun = time.perf_counter()
+        for held in self.held:
+            held.prepare()
+        self._refresh()
+        try:
+            go = self._gather(version, require)
+        except RendezvousError as error:
+            raise self._cut_off(error, PushState.UNTOUCHED) from error
+        agreed = time.perf_counter()
+        return self._deliver(go, agree=agreed - begun, released=released)
+
+    def _refresh(self) -> None:
+        """Describe again what was rebound since. Executors are bound to the old views, so they go."""
+        moved = [held.refresh() for held in self.held]
+        if any(moved) and self._standing is not None:
+            self._standing.executors.clear()
+
+    def _gather(self, version: int | None, require: int) -> Go:
+        bodies = tuple(held.changed_body() for held in self.held)
+        source = self._source is not None
+        self._client.send(
+            messages.Ready(kind="push", version=version, require=require, manifests=bodies, sums=self._sums())
+        )
+        go = self._round(bounded=source, sums=source)
+        if not isinstance(go, Go):
+            raise RendezvousError("the others re-formed the session while this rank waited for a push: call it again")
+        return go
+
+    def reform(self) -> None:
+        """Form an epoch of the survivors. A rank whose engine lacks another waits, fenced, for that one to return."""
+        self._refresh()
+        bodies = tuple(held.changed_body() for held in self.held)
+        self._client.send(messages.Ready(kind="reform", manifests=bodies))
+        formed = self._round(bounded=True)
+        if isinstance(formed, messages.Formed) and formed.waiting:
+            self._standing = None
+            self._fence("its engine lacks a rank: it serves from the next push after that rank is back")
+
+    def _deliver(self, go: Go, *, agree: float, released: Callable[[], None] | None) -> PushReport:
+        mine = frozenset(name for name in go.engines if name in self._groups)
+        taking = self._target is not None and self._target.claim.engine in mine
+        if taking:
+            self._fence(f"version {go.version} is arriving")
+        executor = self._executor(mine)
+        moved = self._run(go, executor)
+        if released is not None:
+            released()
+        begun = time.perf_counter()
+        install = self._install(go, moved) if taking else None
+        installed = time.perf_counter()
+        outcome = self._settle(go, moved, install)
+        seconds = {
+            "agree": agree,
+            **moved.seconds,
+            "install": installed - begun,
+            "commit": time.perf_counter() - installed,
+        }
+        windows = len(self._program(mine).windows)
+        return self._conclude(outcome, seconds=seconds, windows=windows, install=install)
+
+    def _program(self, engines: frozenset[str]) -> Program:
+        standing = self._standing
+        assert standing is not None
+        if engines not in standing.programs:
+            standing.programs[engines] = standing.plan.program(standing.process).only(engines)
+        return standing.programs[engines]
+
+    def _executor(self, engines: frozenset[str]) -> Executor:
+        standing = self._standing
+        assert standing is not None
+        if engines not in standing.executors:
+            standing.executors[engines] = Executor(
+                self._program(engines),
+                sources=self._source.views if self._source is not None else None,
+                targets=self._target.views if self._target is not None else None,
+                groups={name: group for name, group in self._groups.items() if name in engines},
+            )
+        return standing.executors[engines]
+
+    def _run(self, go: Go, executor: Executor) -> Moved:
+        with self._lock:
+            self._running = (go.push, executor)
+            for name, cause in self._drops.pop(go.push, {}).items():
+                executor.drop(name, cause)
+        try:
+            return executor.run(Deadline.after(self._deadline))
+        except BaseException as error:
+            cause = f"{type(error).__name__}: {error}"
+            lost = {name: EngineDone(0, 0, cause, mutated=True) for name in go.engines if name in self._groups}
+            self._client.send(Done(push=go.push, engines=lost))
+            raise
+        finally:
+            with self._lock:
+                self._running = None
+                self._drops.clear()
+
+    def _install(self, go: Go, moved: Moved) -> Install:
+        """Let the adapter install, and look at what must hold before this rank confirms."""
+        target = self._target
+        assert target is not None
+        engine = target.claim.engine
+        if engine in moved.failed:
+            return Install(moved.failed[engine], None)
+        expected = self._program(frozenset(name for name in go.engines if name in self._groups)).arriving(engine)
+        if moved.arrived.get(engine, 0) != expected:
+            return Install(f"{moved.arrived.get(engine, 0)} bytes arrived, the plan has {expected}", None)
+        try:
+            target.install(version=go.version)
+        except Exception as error:  # noqa: BLE001 - a hook's error travels to every rank, and is raised here in `_conclude`
+            return Install(f"install failed: {type(error).__name__}: {error}", error)
+        if target.has_moved():
+            return Install("a tensor that was described was rebound or reshaped during the push", None)
+        return Install("", None)
+
+    def _settle(self, go: Go, moved: Moved, install: Install | None) -> Outcome:
+        """Say what was done, and hear how it ended. Cut off from the rendezvous, say so truthfully instead."""
+        own = self._target.claim.engine if self._target is not None else None
+        done = {}
+        for name in (name for name in go.engines if name in self._groups):
+            mutated = name == own and (name in moved.mutated or (install is not None and install.error is not None))
+            cause = install.cause if install is not None and name == own else moved.failed.get(name, "")
+            done[name] = EngineDone(moved.sent.get(name, 0), moved.arrived.get(name, 0), cause, mutated)
+        try:
+            self._client.send(Done(push=go.push, engines=done))
+            return self._outcome(go)
+        except RefitError as error:
+            said = done.get(own) if own is not None else None
+            state = PushState.IN_DOUBT
+            if said is not None and said.cause:
+                state = PushState.TORN if said.mutated else PushState.UNTOUCHED
+            raise self._cut_off(error, state) from error
+
+    def _outcome(self, go: Go) -> Outcome:
+        while True:
+            match self._next(bounded=True):
+                case Outcome(push=go.push) as outcome:
+                    return outcome
+                case _:
+                    continue
+
+    def _cut_off(self, error: RefitError, state: PushState) -> PushError:
+        """The error of a rank that can't hear the rendezvous any more, its engine fenced if need be."""
+        if self._target is not None and state is PushState.UNTOUCHED:
+            self._target.unfence()
+        elif self._target is not None:
+            self._fence(f"{state}: {error}")
+        own = self._target.claim.engine if self._target is not None else None
+        engines = self.plan.world.engines if self.plan is not None else ()
+        told = {name: str(state) for name in engines if own in (None, name)}
+        return PushError(
+            f"{error}; {_telling(told)}", failures={self._client.host.strip(","): str(error)}, engines=told
+        )
+
+    def _conclude(
+        self, outcome: Outcome, *, seconds: Mapping[str, float], windows: int, install: Install | None
+    ) -> PushReport:
+        verdict = outcome.engines.get(self._target.claim.engine) if self._target is not None else None
+        if self._target is not None and verdict is not None:
+            if verdict.state == PushState.TORN:
+                self._fence(f"torn: {verdict.cause}")
+            else:
+                self._target.unfence()
+        report = PushReport(
+            version=outcome.version,
+            seconds=dict(seconds),
+            ranks={name: Traffic(*traffic) for name, traffic in sorted(outcome.ranks.items())},
+            engines={name: EngineReport(v.state, v.version, v.cause) for name, v in sorted(outcome.engines.items())},
+            windows=windows,
+        )
+        if outcome.committed:
+            return report
+        causes = [v.cause for _, v in sorted(outcome.engines.items()) if v.cause]
+        error = error_of("PushError", causes, failures=outcome.failures, engines=outcome.engines)
+        raise error from (install.error if install is not None else None)
+
+    def _fence(self, reason: str) -> None:
+        if self._target is not None:
+            self._target.fence(reason)
+
+    def release(self) -> None:
+        """Free the window buffers; the next push makes new ones."""
+        for executor in self._standing.executors.values() if self._standing is not None else ():
+            executor.release()
+
+    def close(self, reason: str = "") -> None:
+        """Leave, normally or for a reason, and free everything. A second call does nothing."""
+        if self._left:
+            return
+        self._left = True
+        with contextlib.suppress(RefitError):
+            self._client.send(messages.Leave(reason=reason))
+        self._client.close()
+        self._standing = None
+        for group in self._groups.values():
+            group.abort("this session is closed")
+            group.close()
+
+
+def error_of(
+    error: str, causes: Iterable[str], *, failures: Mapping[str, str], engines: Mapping[str, Verdict]
+) -> RefitError:
+    """The error to raise for what the rendezvous says went wrong."""
+    told = tuple(causes)
+    if error == "PlanError":
+        return PlanError(told)
+    if error == "UnsupportedMoveError":
+        return UnsupportedMoveError(told[0], transport=told[1], need=told[2])
+    if error in ("RendezvousError", "LayoutError"):
+        return getattr(errors, error)("; ".join(told))  # type: ignore[no-any-return]
+    states = {name: verdict.state for name, verdict in sorted(engines.items())}
+    message = "; ".join((*told, _telling(states))) if states else "; ".join(told)
+    return PushError(message, failures=failures, engines=states)
+
+
+def causes_of(error: RefitError) -> tuple[str, ...]:
+    """What `error_of` needs to make the same error elsewhere."""
+    match error:
+        case PlanError(violations=violations):
+            return violations
+        case UnsupportedMoveError(transport=transport, need=need):
+            return str(error), transport, need
+        case _:
+            return (str(error),)
+
+
+def _telling(engines: Mapping[str, str]) -> str:
+    return ", ".join(f"engine {name} is {state}" for name, state in sorted(engines.items())) or "no engine was touched"

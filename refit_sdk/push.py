@@ -1,0 +1,169 @@
+"""One push, as the rendezvous follows it: engine by engine, first causes first.
+
+1. Every rank says `Done` once: bytes sent and arrived for each engine, and how it failed, if it did.
+2. The first failure of an engine, or the loss of one of its ranks or of a source, fails the engine: the others are told
+   to drop it, and its first cause stays.
+3. When all living ranks of an engine have spoken, the engine is decided: complete if all confirmed, else torn if any
+   rank was written to or is gone or the engine was torn before, else untouched.
+4. When all engines are decided and all living sources have spoken, the push has ended.
+
+Pure: no I/O and no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from attrs import define, field
+
+from refit_sdk.messages import Done, EngineDone, Verdict
+from refit_sdk.states import PushState
+
+
+@define
+class EnginePart:
+    """What is known of one engine in this push. `names` maps its processes to their ranks' names.
+
+    `version` is what it served before, and `torn` says that it served nothing.
+    """
+
+    name: str
+    names: dict[int, str]
+    version: int | None
+    torn: bool = False
+    done: dict[int, EngineDone] = field(factory=dict)
+    gone: set[int] = field(factory=set)
+    cause: str = ""
+    verdict: Verdict | None = None
+
+    @property
+    def waiting_for(self) -> set[int]:
+        """The living processes that haven't spoken."""
+        return self.names.keys() - self.done.keys() - self.gone
+
+    def decide(self, version: int) -> Verdict:
+        """The verdict, once nobody is waited for."""
+        if not self.cause:
+            state = PushState.COMPLETE
+        elif self.torn or self.gone or any(done.mutated for done in self.done.values()):
+            state = PushState.TORN
+        else:
+            state = PushState.UNTOUCHED
+        self.verdict = Verdict(state, self.version if self.cause else version, self.cause)
+        return self.verdict
+
+
+class PushRound:
+    """A push under way. `sources` maps source processes to names; `parts` are the engines that it goes to."""
+
+    def __init__(
+        self,
+        number: int,
+        *,
+        version: int,
+        require: int,
+        sources: Mapping[int, str],
+        parts: Iterable[EnginePart],
+    ) -> None:
+        self.number = number
+        self.version = version
+        self.require = require
+        self.sources = dict(sources)
+        self.parts = {part.name: part for part in parts}
+        self.failures: dict[str, str] = {}
+        self.source_lost = False
+        self._source_done: dict[int, Done] = {}
+        self._gone: set[int] = set()
+
+    def name(self, link: int) -> str:
+        """The names of a process's ranks in this push."""
+        names = [self.sources[link]] if link in self.sources else []
+        names += [part.names[link] for part in self.parts.values() if link in part.names]
+        return "+".join(names)
+
+    def done(self, link: int, message: Done) -> list[EnginePart]:
+        """Take a rank's word; the engines that it makes fail."""
+        if link in self.sources:
+            self._source_done[link] = message
+        failed = []
+        for name, said in message.engines.items():
+            part = self.parts[name]
+            if link in part.names:
+                part.done[link] = said
+            if said.cause and self._fail(part, self.name(link), said.cause):
+                failed.append(part)
+        return failed
+
+    def lost(self, link: int, cause: str) -> list[EnginePart]:
+        """Take word that a process is gone; the engines that it makes fail."""
+        name = self.name(link)
+        self._gone.add(link)
+        self.source_lost = self.source_lost or link in self.sources
+        hit = [part for part in self.parts.values() if link in self.sources or link in part.names]
+        for part in hit:
+            if link in part.names:
+                part.gone.add(link)
+        return [part for part in hit if self._fail(part, name, cause)]
+
+    def expire(self, seconds: float) -> list[EnginePart]:
+        """Take word that the deadline has passed; the engines that it makes fail."""
+        failed = []
+        for part in self.undecided:
+            late = [self.name(link) for link in sorted(self.silent)] or sorted(part.names.values())
+            cause = f"no word from {', '.join(late)} in {seconds:g} s"
+            if self._fail(part, late[0], cause):
+                failed.append(part)
+        return failed
+
+    def _fail(self, part: EnginePart, name: str, cause: str) -> bool:
+        if part.verdict is not None or part.cause:
+            return False
+        part.cause = f"{name}: {cause}"
+        self.failures.setdefault(name, cause)
+        return True
+
+    def decide(self) -> list[EnginePart]:
+        """Decide the engines that nobody is waited for; those newly decided."""
+        ripe = [part for part in self.undecided if not part.waiting_for]
+        for part in ripe:
+            part.decide(self.version)
+        return ripe
+
+    @property
+    def undecided(self) -> list[EnginePart]:
+        """The engines without a verdict."""
+        return [part for part in self.parts.values() if part.verdict is None]
+
+    @property
+    def silent(self) -> set[int]:
+        """The living processes that haven't spoken."""
+        sources = self.sources.keys() - self._source_done.keys() - self._gone
+        return sources.union(*(part.waiting_for for part in self.undecided))
+
+    @property
+    def ended(self) -> bool:
+        """Whether all engines are decided and all living sources have spoken."""
+        return not self.undecided and not self.silent
+
+    @property
+    def verdicts(self) -> dict[str, Verdict]:
+        """The verdicts so far."""
+        return {part.name: part.verdict for part in self.parts.values() if part.verdict is not None}
+
+    @property
+    def committed(self) -> bool:
+        """Whether as many engines committed as the push requires."""
+        complete = sum(verdict.state == PushState.COMPLETE for verdict in self.verdicts.values())
+        return complete >= (self.require or len(self.parts)) and complete > 0
+
+    def ranks(self, only: Iterable[str] | None = None) -> dict[str, tuple[int, int]]:
+        """(bytes sent, bytes arrived) by rank: of all, or of the ranks of some engines."""
+        parts = [self.parts[name] for name in (self.parts if only is None else only)]
+        found = {
+            part.names[link]: (0 if link in self.sources else done.sent, done.arrived)
+            for part in parts
+            for link, done in part.done.items()
+        }
+        for link, said in self._source_done.items() if only is None else ():
+            found[self.sources[link]] = (sum(done.sent for done in said.engines.values()), 0)
+        return found

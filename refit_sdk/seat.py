@@ -1,0 +1,90 @@
+"""One seat of this process: the adapter that sits there, what it described last, and whether that still holds.
+
+1. Describe: fragments from the adapter, folded into a manifest, encoded; live views indexed by name.
+2. At each push the adapter's identity is compared. Only if it changed is the model described again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+from refit_sdk import manifest as wire
+from refit_sdk.adapter import SourceAdapter, TargetAdapter
+from refit_sdk.agreement import Sums
+from refit_sdk.errors import RefitError
+from refit_sdk.fold import fold
+from refit_sdk.messages import Claim
+from refit_sdk.plan import Plan
+from refit_sdk.views import Views, check_storage
+
+
+class Held:
+    """A seat and its adapter. `body` is the manifest's wire form, `views` the live views."""
+
+    def __init__(
+        self,
+        claim: Claim,
+        adapter: SourceAdapter | TargetAdapter,
+        *,
+        frozen: Callable[[str], bool] = lambda name: False,
+    ) -> None:
+        """`frozen` says which tensors pushes leave alone."""
+        self.claim = claim
+        self._frozen = frozen
+        self._adapter = adapter
+        self._sent: bytes | None = None
+        self._identity: Hashable = None
+        self._describe()
+        self._sent = self.body
+
+    def _describe(self) -> None:
+        fragments = [fragment for fragment in self._adapter.describe() if not self._frozen(fragment.name)]
+        if self.claim.side == "target":
+            check_storage(fragments)
+        self.body = wire.encode(fold(fragments))
+        self.views = Views(fragments)
+        self._identity = self._adapter.identity()
+
+    def prepare(self) -> None:
+        """Let a source make its values ready to be read."""
+        if isinstance(self._adapter, SourceAdapter):
+            self._adapter.prepare()
+
+    def has_moved(self) -> bool:
+        """Whether anything that was described has been rebound or reshaped since."""
+        return self._adapter.identity() != self._identity
+
+    def refresh(self) -> bool:
+        """Describe again if anything moved; whether it did."""
+        moved = self.has_moved()
+        if moved:
+            self._describe()
+        return moved
+
+    def changed_body(self) -> bytes | None:
+        """The manifest if it isn't the one that the rendezvous has, else None. It is taken as sent."""
+        changed = self.body if self.body != self._sent else None
+        self._sent = self.body
+        return changed
+
+    @property
+    def _target(self) -> TargetAdapter:
+        if not isinstance(self._adapter, TargetAdapter):
+            raise RefitError(f"{self.claim} is not a target")
+        return self._adapter
+
+    def install(self, *, version: int) -> None:
+        """Let a target refresh what is derived from weights."""
+        self._target.install(version=version)
+
+    def fence(self, reason: str) -> None:
+        """Keep a target from serving."""
+        self._target.fence(reason)
+
+    def unfence(self) -> None:
+        """Let a target serve."""
+        self._target.unfence()
+
+    def sums(self, plan: Plan) -> Sums:
+        """This source's parts of the digests of tensors that a target ties."""
+        return ()

@@ -1,0 +1,312 @@
+"""The public face: one object a process, that joins on construction and leaves on close.
+
+>>> RefitSession.target(None, rendezvous="here", engine="rollout-0", rank=0, size=1)
+Traceback (most recent call last):
+...
+refit_sdk.errors.RendezvousError: rendezvous='here' is not an address; it looks like tcp://10.0.0.1:29600, ...
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from attrs import frozen
+
+from refit_sdk.errors import RefitError
+from refit_sdk.fabric import Fabric
+from refit_sdk.hub import Hub
+from refit_sdk.joining import Options, Place, join, number_or_env, rendezvous_or_env
+from refit_sdk.participant import Participant
+from refit_sdk.plan import Plan
+from refit_sdk.report import PushReport
+from refit_sdk.settings import Settings
+
+DEADLINE = 120.0
+"""Seconds that a wait inside joining, a push or a reform may take, where no other number is given."""
+
+HEARTBEAT = 15.0
+"""Seconds of silence after which a rank is taken for lost, where no other number is given."""
+
+
+@frozen(eq=False)
+class PushHandle:
+    """A push that goes on by itself. `released` is set when the sources may change their values again."""
+
+    released: threading.Event
+    _done: Future[PushReport]
+
+    def result(self, timeout: float | None = None) -> PushReport:
+        """The report, waited for at most `timeout` seconds. Raises what the push raised, or `TimeoutError`."""
+        return self._done.result(timeout)
+
+
+class RefitSession:
+    """A process's part in a refit, from joining to leaving. Made by `source`, `target` or `colocated`."""
+
+    def __init__(self, participant: Participant, *, hub: Hub | None) -> None:
+        """For the three makers below."""
+        self._participant = participant
+        self._hub = hub
+        self._busy = threading.Lock()
+
+    @classmethod
+    def source(
+        cls,
+        model: Any,
+        *,
+        rendezvous: str | None = None,
+        rank: int | None = None,
+        size: int | None = None,
+        engines: int | Sequence[str] | None = None,
+        settings: Settings | None = None,
+        routes: Iterable[tuple[str, str]] | None = None,
+        casts: Iterable[tuple[str, str]] | None = None,
+        cast: Literal["allowed", "never"] | None = None,
+        ignore: Iterable[str] | None = None,
+        window_bytes: int | None = None,
+        adapter: str | None = None,
+        fabric: str | Fabric = "gloo",
+        token: str | None = None,
+        insecure: bool = False,
+        deadline: float = DEADLINE,
+        heartbeat: float = HEARTBEAT,
+    ) -> Self:
+        """Join with a rank that trains. All sources give the same settings.
+
+        `rank` and `size` default to RANK and WORLD_SIZE, `rendezvous` to REFIT_RENDEZVOUS. Rank 0 hosts it
+        unless a `RefitController` does. `engines`: how many engines to wait for (1), or their names. `routes`, `casts`,
+        `cast`, `ignore` and `window_bytes` are those of `Settings`, or give a whole `settings`. `fabric` is a name, or a
+        fabric made with arguments of its own.
+        """
+        place = Place(
+            side="source",
+            engine="",
+            rank=number_or_env(rank, "rank", "RANK"),
+            size=number_or_env(size, "size", "WORLD_SIZE"),
+            model=model,
+            adapter=adapter,
+        )
+        stated = _settings(settings, routes=routes, casts=casts, cast=cast, ignore=ignore, window_bytes=window_bytes)
+        return cls._join(
+            Options(
+                rendezvous=rendezvous_or_env(rendezvous),
+                places=(place,),
+                settings=stated,
+                engines=_engines(engines),
+                fabric=fabric,
+                token=token,
+                insecure=insecure,
+                deadline=deadline,
+                heartbeat=heartbeat,
+            )
+        )
+
+    @classmethod
+    def target(
+        cls,
+        module: Any,
+        *,
+        rendezvous: str | None = None,
+        engine: str,
+        rank: int,
+        size: int,
+        frozen: Iterable[str] = (),
+        settings: Settings | None = None,
+        adapter: str | None = None,
+        fabric: str | Fabric = "gloo",
+        token: str | None = None,
+        insecure: bool = False,
+        deadline: float = DEADLINE,
+        heartbeat: float = HEARTBEAT,
+    ) -> Self:
+        """Join with a rank of an engine that generates. `frozen` are patterns of tensors that pushes leave alone.
+
+        `settings`, where given, must be the sources'.
+        """
+        place = Place(
+            side="target", engine=engine, rank=rank, size=size, model=module, adapter=adapter, frozen=tuple(frozen)
+        )
+        return cls._join(
+            Options(
+                rendezvous=rendezvous_or_env(rendezvous),
+                places=(place,),
+                settings=settings,
+                engines=None,
+                fabric=fabric,
+                token=token,
+                insecure=insecure,
+                deadline=deadline,
+                heartbeat=heartbeat,
+            )
+        )
+
+    @classmethod
+    def colocated(
+        cls,
+        *,
+        source: Any,
+        target: Any,
+        rendezvous: str | None = None,
+        rank: int | None = None,
+        size: int | None = None,
+        engine: str = "colocated",
+        engine_rank: int | None = None,
+        engine_size: int | None = None,
+        engines: int | Sequence[str] | None = None,
+        frozen: Iterable[str] = (),
+        settings: Settings | None = None,
+        routes: Iterable[tuple[str, str]] | None = None,
+        casts: Iterable[tuple[str, str]] | None = None,
+        cast: Literal["allowed", "never"] | None = None,
+        ignore: Iterable[str] | None = None,
+        window_bytes: int | None = None,
+        source_adapter: str | None = None,
+        target_adapter: str | None = None,
+        fabric: str | Fabric = "gloo",
+        token: str | None = None,
+        insecure: bool = False,
+        deadline: float = DEADLINE,
+        heartbeat: float = HEARTBEAT,
+    ) -> Self:
+        """Join with a process that trains and generates. What it holds of what it needs is copied, not sent.
+
+        `engine_rank` and `engine_size` are the rank in the engine, where they aren't `rank` and `size`.
+        """
+        rank = number_or_env(rank, "rank", "RANK")
+        size = number_or_env(size, "size", "WORLD_SIZE")
+        trains = Place(side="source", engine="", rank=rank, size=size, model=source, adapter=source_adapter)
+        generates = Place(
+            side="target",
+            engine=engine,
+            rank=rank if engine_rank is None else engine_rank,
+            size=size if engine_size is None else engine_size,
+            model=target,
+            adapter=target_adapter,
+            frozen=tuple(frozen),
+        )
+        stated = _settings(settings, routes=routes, casts=casts, cast=cast, ignore=ignore, window_bytes=window_bytes)
+        return cls._join(
+            Options(
+                rendezvous=rendezvous_or_env(rendezvous),
+                places=(trains, generates),
+                settings=stated,
+                engines=_engines(engines),
+                fabric=fabric,
+                token=token,
+                insecure=insecure,
+                deadline=deadline,
+                heartbeat=heartbeat,
+            )
+        )
+
+    @classmethod
+    def _join(cls, options: Options) -> Self:
+        participant, hub = join(options)
+        return cls(participant, hub=hub)
+
+    @property
+    def plan(self) -> Plan:
+        """What a push will move, and how. `RefitError` for a rank that came late, before its first push."""
+        plan = self._participant.plan
+        if plan is None:
+            raise RefitError("there is no plan yet: this rank came late, and is in from the next push on")
+        return plan
+
+    def push(
+        self, *, version: int, require: int | Literal["all"] = "all", wait: bool = True
+    ) -> PushReport | PushHandle:
+        """Deliver the sources' current values as `version`. All sources call it.
+
+        `require`: how many engines must commit for the push not to raise. `wait=False` returns a handle at once; the
+        values may not change before `released` is set. `PushError` says what each engine is; `PlanError` and
+        `UnsupportedMoveError` come before any byte moves.
+        """
+        needed = 0 if require == "all" else require
+        if wait:
+            return self._alone(version, needed, None)
+        released = threading.Event()
+        done: Future[PushReport] = Future()
+        thread = threading.Thread(target=self._later, args=(version, needed, released, done), name="refit-push")
+        thread.start()
+        return PushHandle(released, done)
+
+    def receive(self) -> PushReport:
+        """Wait for the next push, however long its peers live, and take it. Every rank of an engine calls it.
+
+        `SessionClosed` when the sources have closed; `PushError` if the push failed.
+        """
+        return self._alone(None, 0, None)
+
+    def sync(self, *, version: int, require: int | Literal["all"] = "all") -> PushReport:
+        """Both halves of a push in one process. All colocated processes call it."""
+        return self._alone(version, 0 if require == "all" else require, None)
+
+    def reform(self) -> None:
+        """Go on with the survivors, after a rank was lost. Every survivor calls it; the next push is theirs."""
+        with self._exclusive():
+            self._participant.reform()
+
+    def release(self) -> None:
+        """Free the window buffers until the next push."""
+        with self._exclusive():
+            self._participant.release()
+
+    def close(self, reason: str = "") -> None:
+        """Leave, and free sockets, threads and memory. A reason makes it an error for those who wait."""
+        self._participant.close(reason)
+        if self._hub is not None:
+            self._hub.close(f"source[0] closed the session{': ' if reason else ''}{reason}", normal=not reason)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close("" if error is None else f"{type(error).__name__}: {error}")
+
+    def _exclusive(self) -> _Exclusive:
+        return _Exclusive(self._busy)
+
+    def _alone(self, version: int | None, require: int, released: threading.Event | None) -> PushReport:
+        with self._exclusive():
+            return self._participant.push(
+                version=version, require=require, released=released.set if released is not None else None
+            )
+
+    def _later(self, version: int, require: int, released: threading.Event, done: Future[PushReport]) -> None:
+        try:
+            done.set_result(self._alone(version, require, released))
+        except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for
+            done.set_exception(error)
+        finally:
+            released.set()
+
+
+class _Exclusive:
+    """A lock that is refused, not waited for: two pushes at once are a mistake of the caller's."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise RefitError("this session is busy with a push, a receive or a reform: wait for it to end")
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def _settings(settings: Settings | None, **given: Any) -> Settings:
+    stated = {name: value for name, value in given.items() if value is not None}
+    if settings is not None and stated:
+        raise RefitError(f"settings= and {', '.join(f'{name}=' for name in stated)} were both given: give one of them")
+    return settings if settings is not None else Settings(**stated)
+
+
+def _engines(engines: int | Sequence[str] | None) -> int | tuple[str, ...] | None:
+    return engines if engines is None or isinstance(engines, int) else tuple(sorted(engines))
