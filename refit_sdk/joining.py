@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import msgspec
-from attrs import frozen
+from attrs import evolve, frozen
 
 from refit_sdk.adapter import SourceAdapter, TargetAdapter
 from refit_sdk.control import Address, Client, connect, find_token, listen, parse_rendezvous
@@ -27,8 +27,9 @@ from refit_sdk.fabric import Fabric
 from refit_sdk.hub import Hub
 from refit_sdk.messages import Claim, Down
 from refit_sdk.participant import Participant
-from refit_sdk.plan import Plan, PlanCache
-from refit_sdk.plugins import Registry, choose_adapter, plugin_versions, registry
+from refit_sdk.plan import Plan, PlanCache, input_digest, make_plan
+from refit_sdk.offers import Registry, choose_adapter, plugin_versions
+from refit_sdk.plugins import registry
 from refit_sdk.seat import Held
 from refit_sdk.settings import Settings
 from refit_sdk.topology import Topology
@@ -197,10 +198,10 @@ class _Planner:
     def __call__(self, world: World, settings: str) -> tuple[str, Plan]:
         stated = msgspec.json.decode(settings, type=Settings)
         transports = {name: self._plugins.get("transport", name)() for _, name in stated.routes}
-        return self._cache.plan(
-            world,
-            settings=stated,
-            transports=transports,
-            topology=Topology.single(world.num_processes),
-            plugins=_plugins(self._plugins),
+        topology = Topology.single(world.num_processes)
+        same = evolve(world, epoch=0)  # an epoch that changed nothing needs no new plan
+        key = input_digest(same, settings=stated, topology=topology, plugins=_plugins(self._plugins))
+        plan = self._cache.get(
+            key, lambda: make_plan(same, settings=stated, transports=transports, topology=topology)
         )
+        return key, plan

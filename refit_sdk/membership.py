@@ -136,10 +136,12 @@ class Membership:
                     f"settings differ: {member.name} has {member.hello.settings}, "
                     f"{hello.claims[0]} has {hello.settings}"
                 )
-            if member.hello.plugins != hello.plugins:
-                pairs = sorted(set(member.hello.plugins.items()) ^ set(hello.plugins.items()))
+            there, here = member.hello.plugins, hello.plugins
+            differing = sorted(name for name in there.keys() & here.keys() if there[name] != here[name])
+            if differing:
                 raise RendezvousError(
-                    f"plug-ins differ between {member.name} and {hello.claims[0]}: {pairs}; install the same on all"
+                    f"plug-ins differ: {member.name} has {[f'{n} of {there[n]}' for n in differing]}, "
+                    f"{hello.claims[0]} has {[f'{n} of {here[n]}' for n in differing]}: install the same"
                 )
 
     def admits(self, engine: str) -> bool:

@@ -220,7 +220,6 @@ class Participant:
             members=members,
             process=standing.process,
             store=self._client,
-            host=self._client.local_host,
             timeout=self._deadline,
         )
         with self._lock:
@@ -237,7 +236,9 @@ class Participant:
         return found
 
     def _sums(self) -> Sums:
-        return self._source.sums(self.plan) if self._source is not None and self.plan is not None else ()
+        if self._source is None or self._standing is None:
+            return ()
+        return self._source.sums(self._standing.plan, process=self._standing.process)
 
     def push(self, *, version: int | None, require: int = 0, released: Callable[[], None] | None = None) -> PushReport:
         """One push from this process's side: `version` for sources; targets take what comes (None).

@@ -7,14 +7,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from typing import Any
 
 from refit_sdk import manifest as wire
 from refit_sdk.adapter import SourceAdapter, TargetAdapter
 from refit_sdk.agreement import Sums
+from refit_sdk.aliases import TiedCheck
+from refit_sdk.bits import host_bits
+from refit_sdk.box import Box
 from refit_sdk.errors import RefitError
 from refit_sdk.fold import fold
 from refit_sdk.messages import Claim
+from refit_sdk.overlap import subtract
 from refit_sdk.plan import Plan
+from refit_sdk.verify import combine, digest
 from refit_sdk.views import Views, check_storage
 
 
@@ -43,6 +49,7 @@ class Held:
             check_storage(fragments)
         self.body = wire.encode(fold(fragments))
         self.views = Views(fragments)
+        self._shapes = {name: f.shape for f in fragments for name in (f.name, *f.aliases)}
         self._identity = self._adapter.identity()
 
     def prepare(self) -> None:
@@ -85,6 +92,21 @@ class Held:
         """Let a target serve."""
         self._target.unfence()
 
-    def sums(self, plan: Plan) -> Sums:
-        """This source's parts of the digests of tensors that a target ties."""
-        return ()
+    def sums(self, plan: Plan, *, process: int) -> Sums:
+        """This source's parts of the digests of tensors that a target ties, read now."""
+        return tuple(
+            (*check.names, *(self._digest(check, name, process) for name in check.names)) for check in plan.tied_checks
+        )
+
+    def _digest(self, check: TiedCheck, name: str, process: int) -> int:
+        boxes = [share.box for share in check.shares if (share.process, share.name) == (process, name)]
+        found = [(part, view) for box in boxes for part, view in self._once(name, box)]
+        return combine(digest(host_bits(view), box=part, shape=self._shapes[name]) for part, view in found)
+
+    def _once(self, name: str, box: Box) -> list[tuple[Box, Any]]:
+        """Views that have each element of the box once, where this rank may store some of it twice."""
+        parts: list[tuple[Box, Any]] = []
+        for part, view in self.views.find(name, box):
+            for rest in subtract(part, [taken for taken, _ in parts]):
+                parts.append((rest, view[rest.relative_to(part).slices()]))
+        return parts
