@@ -220,7 +220,7 @@ def reshaped(model):
 
 
 def recast(model):
-    model.weight.data = model.weight.data.view(torch.int32)
+    model.inner.weight.data = model.inner.weight.data.view(torch.int32)
 
 
 def resized(model):
@@ -246,7 +246,7 @@ def buffer(model):
 )
 def test_identity_changes_with_storage_and_not_with_values(change, seen):
     model = torch.nn.Linear(4, 4)
-    model.inner = torch.nn.Linear(2, 2)
+    model.inner = torch.nn.Linear(2, 2).requires_grad_(False)
     model.register_buffer("counter", torch.zeros(1))
     one = adapter(model)
     kept = one.describe()
