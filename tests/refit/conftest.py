@@ -1,0 +1,6 @@
+"""Makes the harness and the judge importable here and in the processes that tests start."""
+
+import sys
+from pathlib import Path
+
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "judge")]

@@ -1,0 +1,168 @@
+"""Real processes that are ranks of a session: started, told to go on, killed and stopped by a test, and heard.
+
+A body is a module-level function `body(rank: Rank, *args)`. What it returns is the rank's result; what it raises is
+kept as text. Processes wait on events, never on sleeps.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+from attrs import define, field
+
+PATIENCE = 60.0
+"""Seconds that a test waits for a rank to say something before it gives up."""
+
+
+def context() -> Any:
+    """Processes from a server that has torch loaded: a rank starts in hundredths of a second."""
+    made = mp.get_context("forkserver")
+    made.set_forkserver_preload(["torch", "torch._dynamo", "refit_sdk.session", "refit_sdk.controller"])
+    return made
+
+
+def free_rendezvous(host: str = "127.0.0.1") -> str:
+    """An address with a port that nobody has now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as sock:
+        sock.bind((host, 0))
+        port = sock.getsockname()[1]
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+@define
+class Rank:
+    """A body's end: its number among all processes of the test, and the pipe to the test."""
+
+    number: int
+    pipe: Connection
+
+    def tell(self, event: str, value: Any = None) -> None:
+        """Say that something has happened."""
+        self.pipe.send(("event", event, value))
+
+    def wait(self, word: str) -> None:
+        """Wait until the test says this word."""
+        said = self.pipe.recv()
+        assert said == word, f"waited for {word!r}, was told {said!r}"
+
+    def meet(self, event: str) -> None:
+        """Say that something has happened, and wait until the test says to go on."""
+        self.tell(event)
+        self.wait(event)
+
+
+def _run(number: int, pipe: Connection, body: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        pipe.send(("result", None, body(Rank(number, pipe), *args)))
+    except BaseException as error:  # noqa: BLE001 - a rank's failure is the test's to judge
+        pipe.send(("error", type(error).__name__, (str(error), traceback.format_exc(), _details(error))))
+
+
+def _details(error: BaseException) -> dict[str, Any]:
+    names = ("failures", "engines", "violations", "transport", "need")
+    return {name: getattr(error, name) for name in names if hasattr(error, name)}
+
+
+@define
+class Failure:
+    """What a rank raised: the class's name, its text, its traceback, and the attributes of a `RefitError`."""
+
+    kind: str
+    text: str
+    trace: str
+    details: dict[str, Any]
+
+
+@define(eq=False)
+class Process:
+    """The test's end of one rank."""
+
+    process: Any
+    pipe: Connection
+    seconds: float = 0.0
+    _result: Any = None
+    _begun: float = field(factory=time.monotonic)
+
+    def expect(self, event: str, *, timeout: float = PATIENCE) -> Any:
+        """Wait until the rank tells this event, and take its value."""
+        kind, name, value = self._hear(timeout)
+        assert (kind, name) == ("event", event), f"waited for {event!r}, heard {kind} {name}: {value}"
+        return value
+
+    def go(self, word: str) -> None:
+        """Say a word that the rank waits for."""
+        self.pipe.send(word)
+
+    def result(self, *, timeout: float = PATIENCE) -> Any:
+        """The body's result. What it raised fails the test."""
+        outcome = self.outcome(timeout=timeout)
+        assert not isinstance(outcome, Failure), outcome.trace
+        return outcome
+
+    def failure(self, *, timeout: float = PATIENCE) -> Failure:
+        """What the body raised. A result fails the test."""
+        outcome = self.outcome(timeout=timeout)
+        assert isinstance(outcome, Failure), f"expected an error, got {outcome!r}"
+        return outcome
+
+    def outcome(self, *, timeout: float = PATIENCE) -> Any:
+        """The result, or the `Failure`."""
+        while True:
+            kind, name, value = self._hear(timeout)
+            if kind == "event":
+                continue
+            self.seconds = time.monotonic() - self._begun
+            return value if kind == "result" else Failure(name, *value)
+
+    def _hear(self, timeout: float) -> tuple[str, Any, Any]:
+        assert self.pipe.poll(timeout), f"rank process {self.process.pid} said nothing for {timeout:g} s"
+        try:
+            heard: tuple[str, Any, Any] = self.pipe.recv()
+        except EOFError:
+            raise AssertionError(f"rank process {self.process.pid} is gone") from None
+        return heard
+
+    def kill(self) -> None:
+        """Kill it with signal 9 and wait until it's gone."""
+        self.signal(signal.SIGKILL)
+        self.process.join(PATIENCE)
+
+    def signal(self, number: int) -> None:
+        """Send a signal: SIGSTOP, SIGCONT, SIGTERM."""
+        os.kill(self.process.pid, number)
+
+
+@contextmanager
+def running(bodies: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> Iterator[list[Process]]:
+    """Start a process for each (body, args); whatever happens, none is left."""
+    made = context()
+    started: list[Process] = []
+    try:
+        for number, (body, args) in enumerate(bodies):
+            here, there = made.Pipe()
+            process = made.Process(target=_run, args=(number, there, body, args))
+            process.start()
+            there.close()
+            started.append(Process(process, here))
+        yield started
+    finally:
+        for each in started:
+            if each.process.is_alive():
+                each.signal(signal.SIGCONT)
+                each.process.join(0.2)
+                each.process.kill()
+            each.process.join()
+            each.pipe.close()

@@ -1,0 +1,55 @@
+"""Pushes between real processes over gloo, judged bit by bit."""
+
+from __future__ import annotations
+
+from models import Held, Model
+from ranks import Rank, free_rendezvous, running
+
+from refit_sdk.box import Box
+from refit_sdk.errors import SessionClosed
+from refit_sdk.report import PushReport
+from refit_sdk.session import RefitSession
+
+
+def source(
+    rank: Rank, rendezvous: str, held: list[Held], number: int, size: int, versions: list[int]
+) -> list[PushReport]:
+    model = Model(held, within="bfloat16")
+    reports = []
+    with RefitSession.source(model, rendezvous=rendezvous, rank=number, size=size, deadline=30) as session:
+        for version in versions:
+            model.fill(version=version)
+            report = session.push(version=version)
+            assert isinstance(report, PushReport)
+            reports.append(report)
+    return reports
+
+
+def target(rank: Rank, rendezvous: str, held: list[Held], number: int, size: int, dtype: str) -> list[int]:
+    model = Model(held)
+    before = model.addresses()
+    versions = []
+    with RefitSession.target(model, rendezvous=rendezvous, engine="rollout-0", rank=number, size=size) as session:
+        try:
+            while True:
+                report = session.receive()
+                assert model.faults(version=report.version, source=dtype) == []
+                assert model.addresses() == before
+                versions.append(report.version)
+        except SessionClosed:
+            return versions
+
+
+def test_rows_to_columns_with_a_cast() -> None:
+    where = free_rendezvous()
+    name, shape = "model.layers.0.w", (12, 8)
+    rows = [Held(name, shape, Box((4 * r, 0), (4 * r + 4, 8))) for r in range(3)]
+    columns = [Held(name, shape, Box((0, 4 * c), (12, 4 * c + 4)), "bfloat16") for c in range(2)]
+    bodies = [(source, (where, [row], r, 3, [37, 38, 40])) for r, row in enumerate(rows)]
+    bodies += [(target, (where, [column], c, 2, "float32")) for c, column in enumerate(columns)]
+    with running(bodies) as ranks:
+        reports = [rank.result() for rank in ranks[:3]]
+        assert [rank.result() for rank in ranks[3:]] == [[37, 38, 40]] * 2
+    last = reports[0][-1]
+    assert last.bytes_sent == last.bytes_arrived == 12 * 8 * 2
+    assert last.engines["rollout-0"].state == "complete"
