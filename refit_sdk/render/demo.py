@@ -10,13 +10,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Final
 
 import attrs
+from rich import box
 from rich.table import Table
 
 from refit_sdk.demo.rows import Row
 
-_COLUMNS = ("version", "loss", "seconds", "GB/s", "moved", "gather-broadcast", "new", "bits", "logits off by")
+_COLUMNS: Final = (
+    "version", "loss", "seconds", "GB/s", "MB\nmoved", "MB gather-\nbroadcast", "% new", "bits", "logits\n% off",
+)  # fmt: skip
+
+SHOWN: Final = 10
+"""Rows that a table shows, so that it fits a terminal while it is live."""
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -26,11 +33,11 @@ def cells(row: Row) -> tuple[str, ...]:
         f"{row.loss:.3f}",
         f"{row.seconds:.3f}",
         f"{row.gb_per_s:.2f}",
-        f"{row.bytes_moved / 1e6:.2f} MB",
-        f"{row.bytes_gather_broadcast / 1e6:.2f} MB",
-        f"{100 * row.changed / max(row.elements, 1):.1f} %",
-        "bit-equal" if row.bit_equal else f"{row.wrong} of {row.elements} WRONG, first in {row.first_wrong}",
-        f"{100 * row.logits_error:.2f} %" + ("" if row.ok or not row.bit_equal else " WRONG"),
+        f"{row.bytes_moved / 1e6:.2f}",
+        f"{row.bytes_gather_broadcast / 1e6:.2f}",
+        f"{100 * row.changed / max(row.elements, 1):.1f}",
+        "equal" if row.bit_equal else f"{row.wrong} of {row.elements} WRONG, first in {row.first_wrong}",
+        f"{100 * row.logits_error:.2f}" + ("" if row.ok or not row.bit_equal else " WRONG"),
     )
 
 
@@ -38,19 +45,24 @@ def line(row: Row) -> str:
     """The row as one line of text."""
     version, loss, seconds, rate, moved, usual, new, bits, logits = cells(row)
     return (
-        f"version {version}: loss {loss}, {seconds} s, {rate} GB/s, {moved} moved (gather-broadcast: {usual}), "
-        f"{new} new, {bits}, logits off by {logits}"
+        f"version {version}: loss {loss}, {seconds} s, {rate} GB/s, {moved} MB moved (gather-broadcast: {usual} MB), "
+        f"{new} % new, bits {bits}, logits {logits} % off"
     )
 
 
 def table(rows: Sequence[Row], *, title: str, waiting: int = 0) -> Table:
-    """All rows so far, with an empty row for each push still to come."""
-    made = Table(title=title, caption="GB/s over the move stage; MB of all ranks; logits against the trainers' own")
+    """The last rows so far, with an empty row for each of the next pushes."""
+    made = Table(
+        title=title,
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        caption="GB/s over the move stage; MB of all ranks; logits against the trainers' own",
+    )
     for column in _COLUMNS:
         made.add_column(column, justify="right")
-    for row in rows:
+    for row in rows[-SHOWN:]:
         made.add_row(*cells(row), style=None if row.ok else "bold red")
-    for number in range(waiting):
+    for number in range(min(waiting, SHOWN // 2)):
         made.add_row(str(len(rows) + number + 1), *("…" for _ in _COLUMNS[1:]), style="dim")
     return made
 
@@ -58,13 +70,13 @@ def table(rows: Sequence[Row], *, title: str, waiting: int = 0) -> Table:
 def document(rows: Sequence[Row]) -> str:
     """All rows as one JSON object."""
     pushes = [{**attrs.asdict(row), "bit_equal": row.bit_equal, "ok": row.ok} for row in rows]
-    return json.dumps({"ok": all(row.ok for row in rows), "pushes": pushes}, indent=2)
+    return json.dumps({"ok": bool(rows) and all(row.ok for row in rows), "pushes": pushes}, indent=2)
 
 
 def verdict(rows: Sequence[Row]) -> str:
     """What the run showed, in a sentence."""
     right = sum(row.ok for row in rows)
-    if right == len(rows):
-        elements = sum(row.elements for row in rows)
-        return f"{right} pushes, {elements} target elements compared, all bit-equal to the cast source"
+    if rows and right == len(rows):
+        compared = f"{sum(row.elements for row in rows)} target elements compared"
+        return f"{right} of {len(rows)} pushes right: {compared}, all bit-equal to the cast source"
     return f"{len(rows) - right} of {len(rows)} pushes did not deliver what the sources had"

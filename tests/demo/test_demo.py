@@ -56,8 +56,9 @@ def test_five_pushes_are_bit_equal_and_told_line_by_line() -> None:
     assert done.returncode == 0, done.stderr
     *lines, last = done.stdout.splitlines()
     assert [line.split(":")[0] for line in lines] == [f"version {n}" for n in range(1, 6)]
-    assert all("bit-equal" in line for line in lines)
-    assert last.startswith(f"5 pushes, {5 * all_elements('tiny', targets=2)} target elements compared, all bit-equal")
+    assert all("bits equal" in line for line in lines)
+    compared = 5 * all_elements("tiny", targets=2)
+    assert last == f"5 of 5 pushes right: {compared} target elements compared, all bit-equal to the cast source"
 
 
 def test_untied_and_uneven_counts_of_ranks() -> None:
@@ -176,11 +177,11 @@ def names(directory: str) -> list[str]:
         return []
 
 
-def start(tmp_path: Path, *args: object) -> subprocess.Popen[str]:
+def start(tmp_path: Path, stdout: int = subprocess.PIPE) -> subprocess.Popen[str]:
     """The demo in a session of its own, its files under `tmp_path`; its output ends when the last process has."""
     return subprocess.Popen(
-        command("--size", "tiny", "--pushes", 100_000, *args),
-        stdout=subprocess.PIPE,
+        command("--size", "tiny", "--pushes", 20_000),
+        stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -212,7 +213,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="look
 def test_a_signal_leaves_nothing_behind(number: int, everybody: bool, code: int, tmp_path: Path) -> None:
     running = start(tmp_path)
     assert running.stdout
-    assert "bit-equal" in running.stdout.readline()
+    assert "bits equal" in running.stdout.readline()
     held = held_by(running.pid)
     assert len(held.pids) >= 7
     assert held.ports
@@ -223,6 +224,25 @@ def test_a_signal_leaves_nothing_behind(number: int, everybody: bool, code: int,
     if number != signal.SIGKILL:
         assert os.listdir(tmp_path) == []
         assert errors == ""
+
+
+@needs_proc
+def test_ctrl_c_gives_the_terminal_back(tmp_path: Path) -> None:
+    ours, terminal = os.openpty()
+    running = start(tmp_path, stdout=terminal)
+    os.close(terminal)
+    shown = b""
+    while b" equal " not in shown:
+        shown += os.read(ours, 4096)
+    os.killpg(running.pid, signal.SIGINT)
+    with suppress(OSError):  # Linux ends a terminal that nobody holds any more with EIO.
+        while more := os.read(ours, 4096):
+            shown += more
+    os.close(ours)
+    assert (running.wait(timeout=LIMIT), running.communicate()[1]) == (130, "")
+    hide, show = b"\x1b[?25l", b"\x1b[?25h"
+    assert shown.count(hide) == shown.count(show) == 1
+    assert b"broadcast" in shown
 
 
 @needs_proc
@@ -255,7 +275,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
 
 
 def test_at_the_timeout_the_run_ends_and_says_where_everybody_was() -> None:
-    done = demo("--size", "tiny", "--pushes", 100_000, "--timeout", 6)
+    done = demo("--size", "tiny", "--pushes", 20_000, "--timeout", 6)
     assert done.returncode == 1
     assert "the run took more than 6 seconds" in done.stderr
     assert "still " in done.stderr
