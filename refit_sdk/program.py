@@ -129,9 +129,9 @@ def _window_of(window: Window, engines: frozenset[str]) -> Window:
 def lower(plan: Lowerable, process: int) -> Program:
     """The program of one process: its steps, unfolded to checkpoint tensors and put into messages, window by window.
 
-    In a window, a pair's small pieces (of one engine) share the first message, larger ones follow one by one, in the order
-    of the plan's steps: so both ends have the same messages. Peers come in the order (peer - process) mod n for sends and
-    the other way round for receives, so that not everybody starts with the same one.
+    In a window, a pair's small pieces (of one engine) share the first message, larger ones follow one by one, in the
+    order of the plan's steps: so both ends have the same messages. Peers come in the order (peer - process) mod n for
+    sends and the other way round for receives, so that not everybody starts with the same one.
     """
     count = plan.world.num_processes
     sends, recvs, copies = _lines(plan, process)
