@@ -73,8 +73,12 @@ def _run_doctest(block: Block, names: dict[str, Any], page: str) -> None:
 
 
 def main(page: Path) -> None:
-    """Run a page in an empty folder, with the environment's own commands first in the path."""
+    """Run a page in an empty folder, with the environment's own commands first in the path.
+
+    There, unlike in a checkout, a program may import the files beside it, as a reader's will.
+    """
     os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    os.environ.pop("PYTHONSAFEPATH", None)
     text = page.read_text()
     names: dict[str, Any] = {"__name__": "page"}
     with tempfile.TemporaryDirectory() as folder:
