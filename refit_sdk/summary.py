@@ -66,10 +66,10 @@ def gathered(sides: Sides, families: tuple[Family, ...]) -> tuple[int, ...]:
     rows = sides.sources
     count = np.array([len(each) for each in rows.sets], np.int64)[rows.who]
     row, nth = spread(count)
-    members = np.array([process for each in rows.sets for process in each], np.int64)
+    listed = np.array([process for each in rows.sets for process in each], np.int64)
     first = np.cumsum([0, *(len(each) for each in rows.sets)])
     held = np.zeros((len(sides.keys), sides.world.num_processes), np.int64)
-    place = rows.boxes.group[rows.box[row]], members[first[rows.who[row]] + nth]
+    place = rows.boxes.group[rows.box[row]], listed[first[rows.who[row]] + nth]
     np.add.at(held, place, rows.boxes.volume[rows.box[row]])
     number = {key: i for i, key in enumerate(sides.keys)}
     itemsize = sizes_of(families).itemsize.tolist()

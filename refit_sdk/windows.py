@@ -77,6 +77,20 @@ class Sizes:
 
 def schedule(steps: StepTable, sizes: Sizes, settings: Settings, *, first: int) -> StepTable:
     """Steps of one transport, cut, with windows from `first` on; in order of (window, src, dst, engine, line)."""
+    if not len(steps):
+        return steps
+    ticks = _ticks(steps, sizes, settings)
+    cut = fit(steps, sizes, settings, limit=_limits(steps, sizes, settings, ticks))
+    tick = _after_rounds(cut, _pace(cut, sizes.nbytes(cut), ticks))
+    processes = 1 + int(max(cut.src.max(), cut.dst.max()))
+    order = np.lexsort((np.arange(len(cut)), cut.src, (cut.dst - cut.src) % processes, tick))
+    cut = cut.take(order)
+    cut = evolve(cut, window=first + _pack(cut, sizes, settings, processes))
+    return cut.take(np.lexsort((np.arange(len(cut)), cut.engine, cut.dst, cut.src, cut.window)))
+
+
+def _ticks(steps: StepTable, sizes: Sizes, settings: Settings) -> int:
+    """Windows that the busiest process needs, with a sixteenth to spare for what doesn't cut evenly."""
     nbytes = sizes.nbytes(steps)
     busiest = max(int(total(steps.src, nbytes).max()), int(total(steps.dst, nbytes).max()))
     usable = settings.window_bytes - settings.window_bytes // 16
