@@ -47,11 +47,7 @@ def _attribute_faults(offered: type[Any], protocol: type[Any]) -> Iterator[str]:
 
 def _method_faults(offered: type[Any], protocol: type[Any]) -> Iterator[str]:
     for name, declared in vars(protocol).items():
-        if (
-            name.startswith("_")
-            or not isinstance(declared, (classmethod, staticmethod))
-            and not inspect.isroutine(declared)
-        ):
+        if name.startswith("_") or not inspect.isroutine(declared):
             continue
         wanted = _signature(protocol, name)
         if inspect.getattr_static(offered, name, declared) is declared:
