@@ -49,6 +49,7 @@ class Coordinator:
         self._ends: float | None = now + deadline
         self._agreement: Agreement | None = None
         self._ready: dict[int, Ready] = {}
+        self._standing: frozenset[int] = frozenset()
         self._changed = True
         self._fresh: set[str] = set()
         self._number = 0
@@ -146,6 +147,7 @@ class Coordinator:
     def _form(self, kind: str, engines: list[str]) -> None:
         self.epoch += 1
         self._fresh.update(name for name in engines if not self.membership.engines[name].formed)
+        self._changed = False
         links = self.membership.links(engines)
         self._agreement = Agreement(self.epoch, kind, frozenset(links), tuple(engines))
         body = wire.encode_world(self.membership.world(self.epoch, engines))
@@ -175,7 +177,7 @@ class Coordinator:
         assert agreement is not None
         if not agreement.linked(link, message):
             return
-        self._agreement, self._changed = None, False
+        self._agreement, self._standing = None, agreement.links
         self._fresh.difference_update(agreement.engines)
         for name, engine in self.membership.engines.items():
             engine.formed = name in agreement.engines
@@ -208,16 +210,20 @@ class Coordinator:
                 member.manifests[index] = body
                 self._changed = True
         self._ready[link] = message
-        if self.state in (SessionState.IDLE, SessionState.BROKEN) and self._opens(link, message):
-            if self.membership.lacks_source and message.kind == "push":
+        self._open()
+
+    def _open(self) -> None:
+        """Open a round if anybody who is ready may: a source, or who calls for a reform."""
+        opening = [
+            ready for link, ready in self._ready.items() if ready.kind == "reform" or self.membership.is_source(link)
+        ]
+        if opening and self.state in (SessionState.IDLE, SessionState.BROKEN):
+            if self.membership.lacks_source and all(ready.kind == "push" for ready in opening):
                 self._fault_lost()
                 return
             self._happen("opened")
             self._ends = self._now + self._deadline
         self._gather()
-
-    def _opens(self, link: int, message: Ready) -> bool:
-        return message.kind == "reform" or self.membership.is_source(link)
 
     def _gather(self) -> None:
         if self.state is not SessionState.GATHERING:
@@ -306,22 +312,27 @@ class Coordinator:
         going = [self.membership.engines[name] for name in engines]
         self._happen("go")
         self._number += 1
-        ready = [ready for _, ready in self._source_readies()]
+        ready = [ready for link, ready in self._source_readies() if link in self._standing]
         version = ready[0].version
         assert version is not None
         self.push = PushRound(
             self._number,
             version=version,
             require=max(r.require for r in ready),
-            sources={link: str(Seat("source", "", rank)) for rank, link in self.membership.sources.items()},
+            sources={
+                link: str(Seat("source", "", rank))
+                for rank, link in self.membership.sources.items()
+                if link in self._standing
+            },
             parts=[self._part(engine) for engine in going],
         )
-        self._ready.clear()
         for engine in going:
             engine.happen("go")
         names = tuple(engine.name for engine in going)
+        links = [link for link in self.membership.links(names) if link in self._standing]
+        self._ready = {link: ready for link, ready in self._ready.items() if link not in links}
         self._tell(
-            self.membership.links(names),
+            links,
             messages.Go(epoch=self.epoch, push=self._number, version=version, engines=names),
         )
         self._ends = self._now + self._deadline
@@ -376,6 +387,7 @@ class Coordinator:
         self.push, self._ends = None, None
         if push.source_lost:
             self._fresh.update(self.membership.engines)
+        self._open()
 
     def _leave(self, link: int, reason: str) -> None:
         normal = not reason
