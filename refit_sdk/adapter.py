@@ -89,7 +89,7 @@ class TargetAdapter(Protocol):
         ...
 
     def fence(self, reason: str) -> None:
-        """Keep the model from serving until `unfence`. Called again with a new reason, it keeps the first."""
+        """Keep the model from serving until `unfence`. Called again, the new reason replaces the old."""
         ...
 
     def unfence(self) -> None:

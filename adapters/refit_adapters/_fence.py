@@ -24,7 +24,7 @@ from refit_sdk.errors import FencedError
 
 
 class Fence:
-    """Closed, every given module refuses to run, with the first reason; closing and opening again change nothing."""
+    """Closed, every given module refuses to run, and says why."""
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
         self._modules = tuple(modules)
@@ -32,9 +32,9 @@ class Fence:
         self.reason: str | None = None
 
     def close(self, reason: str) -> None:
-        """Refuse to run from now on. A second reason doesn't replace the first."""
-        if self.reason is None:
-            self.reason = reason
+        """Refuse to run from now on. A later reason replaces an earlier one: "arriving" becomes "torn"."""
+        self.reason = reason
+        if not self._handles:
             self._handles = [module.register_forward_pre_hook(self._refuse, prepend=True) for module in self._modules]
 
     def open(self) -> None:

@@ -272,8 +272,8 @@ def test_a_fenced_module_refuses_to_run_until_it_is_unfenced(wrap):
     batch = torch.ones(1, 3)
     model(batch)
     one = adapter(model)
+    one.fence("version 4 is arriving")
     one.fence("rank 1 died in window 3")
-    one.fence("a later reason")
     with pytest.raises(FencedError, match=r"fenced: rank 1 died in window 3\. .*full push"):
         model(batch)
     assert one.fenced == "rank 1 died in window 3"
