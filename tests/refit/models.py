@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import judge
 import torch
 import torch_fill
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from refit_sdk.adapter import Fragment
 from refit_sdk.box import Box
+from refit_sdk.layout import AnyLayout
 
 SEED = 7
 
@@ -20,6 +22,9 @@ SEED = 7
 class Held:
     """A region that a rank holds of a tensor, and where: in `block` (one of its own if empty), `offset` bytes in, with
     `strides` in elements (None: row-major). `stored` is the dtype.
+
+    `values` is the tensor whose values it has, where that's another one (tied); `within` a dtype in which they are
+    finite, too.
     """
 
     name: str
@@ -31,23 +36,60 @@ class Held:
     offset: int = 0
     aliases: tuple[str, ...] = ()
     granule: tuple[int, ...] | None = None
+    values: str = ""
+    within: str | None = None
 
     @property
     def extent(self) -> int:
         """Bytes from the start of the block to the end of the view."""
         itemsize = getattr(torch, self.stored).itemsize
-        strides = self.strides
-        if strides is None:
-            return self.offset + self.box.size * itemsize
-        last = sum((n - 1) * step for n, step in zip(self.box.shape, strides, strict=True))
-        return self.offset + (last + 1) * itemsize
+        last = sum((n - 1) * step for n, step in zip(self.box.shape, self._steps, strict=True))
+        return self.offset if self.box.is_empty else self.offset + (last + 1) * itemsize
 
-    def bits(self, *, version: int, dtype: str | None = None) -> Any:
+    @property
+    def _steps(self) -> tuple[int, ...]:
+        return row_major(self.box.shape) if self.strides is None else self.strides
+
+    def bits(self, *, version: int, dtype: str | None = None, within: str | None = None) -> Any:
         """The judge's bits of the region, as the source (of `dtype`) has them, cast to what is stored."""
         of = dtype or self.stored
-        name = self.name
-        made = judge.expected(name, self.shape, self.box.start, self.box.stop, of, SEED, version, within=self.stored)
+        name, box = self.values or self.name, self.box
+        made = judge.expected(name, self.shape, box.start, box.stop, of, SEED, version, within=self.within or within)
         return judge.cast(made, of, self.stored)
+
+
+Rank = tuple[Held, ...]
+Ranks = tuple[Rank, ...]
+"""What each rank of a side holds."""
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides, in elements, of a contiguous tensor."""
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def local(name: str, shape: tuple[int, ...], layout: AnyLayout, *, rank: int, **how: Any) -> Rank:
+    """What a rank holds by a layout: views of one local tensor, row-major, in one block."""
+    parts = layout.parts(shape, rank=rank)
+    if not parts:
+        return ()
+    steps = row_major(layout.local_shape(shape, rank=rank))
+    made = Held(name, shape, Box.whole(shape), strides=steps, block=f"{name}, local", **how)
+    itemsize = getattr(torch, made.stored).itemsize
+    return tuple(
+        evolve(made, box=outer, offset=itemsize * sum(a * b for a, b in zip(inner.start, steps, strict=True)))
+        for outer, inner in parts
+    )
+
+
+def spread(name: str, shape: tuple[int, ...], layout: AnyLayout, *, size: int, **how: Any) -> Ranks:
+    """What each of `size` ranks holds by a layout."""
+    return tuple(local(name, shape, layout, rank=rank, **how) for rank in range(size))
+
+
+def beside(*tensors: Ranks) -> Ranks:
+    """Several tensors over the same ranks."""
+    return tuple(tuple(held for rank in ranks for held in rank) for ranks in zip(*tensors, strict=True))
 
 
 @define(eq=False)
@@ -82,22 +124,35 @@ class Model:
     def fill(self, *, version: int) -> None:
         """Put the judge's values of a version into every view."""
         for each, fragment in zip(self.held, self.fragments, strict=True):
-            name, box = each.name, each.box
-            bits = judge.expected(
-                name, each.shape, box.start, box.stop, each.stored, SEED, version, within=self.within or each.stored
-            )
-            torch_fill.fill(fragment.view, bits)
+            torch_fill.fill(fragment.view, each.bits(version=version, within=self.within))
 
-    def faults(self, *, version: int, source: str | None = None) -> list[str]:
-        """Where a view isn't the cast source (of dtype `source`) of that version, or a guard byte was written."""
-        found = []
-        for each, fragment in zip(self.held, self.fragments, strict=True):
-            wrong = judge.compare(
-                torch_fill.read(fragment.view), each.bits(version=version, dtype=source), start=each.box.start
-            )
-            found += [f"{each.name}: {mismatch}" for mismatch in wrong]
-        found += [f"guard byte {byte} of {name}" for name, block in self.blocks.items() for byte in block.damage()]
-        return found
+    def poison(self) -> None:
+        """Make every view what no push may leave behind."""
+        for fragment in self.fragments:
+            torch_fill.fill_poison(fragment.view)
+
+    def faults(self, *, version: int, source: str | Mapping[str, str] | None = None) -> list[str]:
+        """Where a view isn't the cast source of that version, or a guard byte was written. `source` is the sources'
+        dtype, or their dtypes by tensor (None, and for others: what is stored here).
+        """
+        dtypes = dict.fromkeys([h.name for h in self.held], source) if isinstance(source, str | None) else source
+        wanted = (h.bits(version=version, dtype=dtypes.get(h.name), within=self.within) for h in self.held)
+        return [*self._differing(wanted), *self._damage()]
+
+    def untouched(self) -> list[str]:
+        """Where a view isn't poison any more, or a guard byte was written."""
+        poison = (judge.poison(held.box.shape, held.stored) for held in self.held)
+        return [*self._differing(poison), *self._damage()]
+
+    def _differing(self, wanted: Iterable[Any]) -> list[str]:
+        return [
+            f"{each.name}: {mismatch}"
+            for each, fragment, bits in zip(self.held, self.fragments, wanted, strict=True)
+            for mismatch in judge.compare(torch_fill.read(fragment.view), bits, start=each.box.start)
+        ]
+
+    def _damage(self) -> list[str]:
+        return [f"guard byte {byte} of {name}" for name, block in self.blocks.items() for byte in block.damage()]
 
     def addresses(self) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
         """Address, shape and strides of every view."""
