@@ -25,12 +25,11 @@ def gather_broadcast_bytes(model_bytes: int, *, sources: int, targets: int) -> i
 
 @frozen
 class Pushed:
-    """A push, as source rank 0 saw it. Seconds are of the whole push; GB/s of its move stage."""
+    """A push, as source rank 0 saw it. Seconds are from the call until every target committed."""
 
     version: int
     loss: float
     seconds: float
-    gb_per_s: float
     bytes_moved: int
     model_bytes: int
 
@@ -54,7 +53,6 @@ class Row:
     version: int
     loss: float
     seconds: float
-    gb_per_s: float
     bytes_moved: int
     bytes_gather_broadcast: int
     elements: int
@@ -62,6 +60,11 @@ class Row:
     changed: int
     first_wrong: str
     logits_error: float
+
+    @property
+    def gb_per_s(self) -> float:
+        """Bytes moved over the seconds of the whole push, in 10⁹ bytes a second."""
+        return self.bytes_moved / self.seconds / 1e9 if self.seconds else 0.0
 
     @property
     def bit_equal(self) -> bool:
@@ -98,7 +101,6 @@ class Tally:
             version=pushed.version,
             loss=pushed.loss,
             seconds=pushed.seconds,
-            gb_per_s=pushed.gb_per_s,
             bytes_moved=pushed.bytes_moved,
             bytes_gather_broadcast=gather_broadcast_bytes(
                 pushed.model_bytes, sources=self.sources, targets=self.targets

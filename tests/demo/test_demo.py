@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -189,7 +190,19 @@ def start(tmp_path: Path, stdout: int = subprocess.PIPE) -> subprocess.Popen[str
     )
 
 
+def wait_for_end(pid: int) -> None:
+    """A process closes its files a moment before it is gone."""
+    try:
+        watched = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    select.select([watched], [], [], 5)
+    os.close(watched)
+
+
 def left_behind(held: Held, session: int) -> Held:
+    for pid in held.pids:
+        wait_for_end(pid)
     after = held_by(session)
     segments = frozenset(path for path in held.segments if Path(path).exists())
     listening = {line.split()[1].split(":")[1] for line in text("/proc/net/tcp").splitlines()[1:] if " 0A " in line}
