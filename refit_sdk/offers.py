@@ -128,7 +128,7 @@ class Registry:
     def offers_of(self, kind: str) -> tuple[Offer, ...]:
         """The offers of a kind, without those that share a name."""
         _known(kind)
-        return tuple(o for o in self.offers if o.kind == kind )
+        return tuple(o for o in self.offers if o.kind == kind and len(self._rivals(kind, o.name)) == 1)
 
     def not_asked(self, kind: str) -> tuple[str, ...]:
         """What stands in the way of more offers of a kind: plug-ins that failed, and names that several share."""
