@@ -21,6 +21,7 @@ import socket
 import struct
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -83,10 +84,9 @@ def parse_rendezvous(text: str) -> Address:
 def find_token(token: str | None, *, address: Address, insecure: bool) -> bytes:
     """The token as given, from REFIT_TOKEN, or from the file that REFIT_TOKEN_FILE names.
 
-    `RendezvousError` where there is none and the rendezvous isn't on loopback, unless `insecure` says so.
+    `RendezvousError` where there is none and the rendezvous isn't on loopback, unless `insecure` says so; then it warns.
     """
-    file = os.environ.get("REFIT_TOKEN_FILE")
-    found = token or os.environ.get("REFIT_TOKEN") or (Path(file).read_text().strip() if file else None)
+    found = token or os.environ.get("REFIT_TOKEN") or _token_of_file(os.environ.get("REFIT_TOKEN_FILE"))
     if found:
         return found.encode()
     if not address.is_loopback and not insecure:
@@ -94,7 +94,18 @@ def find_token(token: str | None, *, address: Address, insecure: bool) -> bytes:
             f"{address} can be reached from other hosts and no token was given: pass token=, set REFIT_TOKEN or "
             "REFIT_TOKEN_FILE to the same secret on every rank, or pass insecure=True to let anybody join"
         )
+    if not address.is_loopback:
+        warnings.warn(f"{address} is open: insecure=True lets anybody who reaches it join", stacklevel=2)
     return OPEN_TOKEN
+
+
+def _token_of_file(file: str | None) -> str | None:
+    if not file:
+        return None
+    try:
+        return Path(file).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RendezvousError(f"REFIT_TOKEN_FILE={file!r} can't be read: {error}; write the token there") from error
 
 
 class Channel:

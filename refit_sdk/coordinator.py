@@ -52,6 +52,7 @@ class Coordinator:
         self._standing: frozenset[int] = frozenset()
         self._changed = True
         self._fresh: set[str] = set()
+        self._refused: dict[str, str] = {}
         self._number = 0
         self._now = now
         self._out: Sent = []
@@ -133,6 +134,7 @@ class Coordinator:
             self.membership.admit(link, hello)
         except RefitError as error:
             self._out.append((link, messages.Refused(reason=str(error))))
+            self._refused[", ".join(map(str, hello.claims))] = str(error)
             return
         late = self.state is not SessionState.JOINING
         self._send(
@@ -475,7 +477,8 @@ class Coordinator:
             self._fault("PushError", (cause,), failures=dict.fromkeys(names, cause))
         elif self.state is SessionState.JOINING:
             missing = self.membership.missing()
-            self._fault("RendezvousError", (f"{', '.join(missing)} didn't join {seconds}",))
+            refused = [f"{name} was refused: {reason}" for name, reason in self._refused.items()]
+            self._fault("RendezvousError", (f"{', '.join(missing)} didn't join {seconds}", *refused))
         elif self.state is SessionState.GATHERING:
             reform = any(ready.kind == "reform" for ready in self._ready.values())
             links = self._missing_from_reform() if reform else self._missing_from_push()
