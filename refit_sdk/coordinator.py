@@ -251,7 +251,8 @@ class Coordinator:
         self._form("reform", [name for name, engine in sorted(self.membership.engines.items()) if engine.is_complete])
 
     def _source_readies(self) -> list[tuple[int, Ready]]:
-        return [(link, ready) for link, ready in self._ready.items() if self.membership.is_source(link)]
+        links = [link for _, link in sorted(self.membership.sources.items())]
+        return [(link, self._ready[link]) for link in links if link in self._ready]
 
     def _refuse_push(self) -> bool:
         opened = self._source_readies()

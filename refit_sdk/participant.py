@@ -25,7 +25,15 @@ from refit_sdk import __version__, errors, messages
 from refit_sdk import manifest as wire
 from refit_sdk.agreement import Sums
 from refit_sdk.control import Client
-from refit_sdk.errors import PlanError, PushError, RefitError, RendezvousError, SessionClosed, UnsupportedMoveError
+from refit_sdk.errors import (
+    PlanError,
+    PluginError,
+    PushError,
+    RefitError,
+    RendezvousError,
+    SessionClosed,
+    UnsupportedMoveError,
+)
 from refit_sdk.executor import Executor, Moved
 from refit_sdk.fabric import Deadline, Fabric, Group
 from refit_sdk.messages import Done, Down, EngineDone, Fault, Form, Go, Link, Outcome, Verdict
@@ -452,6 +460,8 @@ def error_of(
         return PlanError(told)
     if error == "UnsupportedMoveError":
         return UnsupportedMoveError(told[0], transport=told[1], need=told[2])
+    if error == "PluginError":
+        return PluginError(told[0], plugin=told[1])
     if error in ("RendezvousError", "LayoutError"):
         return getattr(errors, error)("; ".join(told))  # type: ignore[no-any-return]
     states = {name: verdict.state for name, verdict in sorted(engines.items())}
@@ -466,6 +476,8 @@ def causes_of(error: RefitError) -> tuple[str, ...]:
             return violations
         case UnsupportedMoveError(transport=transport, need=need):
             return str(error), transport, need
+        case PluginError(plugin=plugin):
+            return str(error), plugin
         case _:
             return (str(error),)
 
