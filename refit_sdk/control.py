@@ -111,28 +111,34 @@ def _token_of_file(file: str | None) -> str | None:
 class Channel:
     """An authenticated connection that carries whole bodies. Sending is safe from any thread."""
 
-    def __init__(self, sock: socket.socket, *, token: bytes, server: bool) -> None:
-        """Prove the token to the other end, and have it prove it. `RendezvousError` if it doesn't."""
+    def __init__(self, sock: socket.socket, *, token: bytes, server: bool, seconds: float = HANDSHAKE_SECONDS) -> None:
+        """Prove the token to the other end, and have it prove it, in `seconds` a message. `RendezvousError` if it doesn't."""
         self._socket = sock
         self._connection = Connection(os.dup(sock.fileno()))
         self._lock = threading.Lock()
         try:
-            self._handshake(token, server=server)
+            self._handshake(token, server=server, seconds=seconds)
         except BaseException:
             self.close()
             raise
 
-    def _handshake(self, token: bytes, *, server: bool) -> None:
-        seconds = struct.pack("ll", int(HANDSHAKE_SECONDS), 0)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
+    def _handshake(self, token: bytes, *, server: bool, seconds: float) -> None:
+        self._patience(seconds)
         try:
             for step in (deliver_challenge, answer_challenge) if server else (answer_challenge, deliver_challenge):
                 step(self._connection, token)
         except AuthenticationError as error:
             raise RendezvousError("the token here is not the token there: set the same one on every rank") from error
+        except BlockingIOError as error:
+            raise RendezvousError(f"the other end said nothing for {seconds:.1f} s") from error
         except (OSError, EOFError, AssertionError) as error:
             raise RendezvousError(f"the other end doesn't speak refit's protocol ({error or 'closed'})") from error
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
+        self._patience(0)
+
+    def _patience(self, seconds: float) -> None:
+        """How long a read may wait; 0: for ever."""
+        whole, part = divmod(round(seconds * 1_000_000), 1_000_000)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", whole, part))
 
     @property
     def local_host(self) -> str:
@@ -143,6 +149,14 @@ class Channel:
         """Send one body. `OSError` if the other end is gone."""
         with self._lock:
             self._connection.send_bytes(body)
+
+    def send_if_free(self, body: bytes) -> None:
+        """Send one body, unless another is just being sent. `OSError` if the other end is gone."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._connection.send_bytes(body)
+            finally:
+                self._lock.release()
 
     def recv(self) -> bytes:
         """The next body. `EOFError` or `OSError` if the other end is gone or the body is over the cap."""
@@ -194,7 +208,13 @@ def connect(address: Address, *, token: bytes, seconds: float) -> Channel:
             continue
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return Channel(sock, token=token, server=False)
+        left = max(0.1, min(HANDSHAKE_SECONDS, end - time.monotonic()))
+        try:
+            return Channel(sock, token=token, server=False, seconds=left)
+        except RendezvousError as error:
+            raise RendezvousError(
+                f"joining at {address}, where source rank 0 or a controller should be: {error}"
+            ) from error
 
 
 class Client:
@@ -300,7 +320,8 @@ class Client:
                 self._fail(f"no sign of life for {silent:.1f} s")
             elif self._failure is None:
                 try:
-                    self._channel.send(messages.encode(Beat()))
+                    # A body that the other end doesn't take must not keep this thread from looking at the silence.
+                    self._channel.send_if_free(messages.encode(Beat()))
                 except OSError as error:
                     self._fail(f"the connection is closed ({error})")
 
@@ -371,9 +392,9 @@ class Table:
                 number = int(self._values.get(key, b"0")) + amount
                 return [*self._set(key, str(number).encode()), (link, StoreReply(id=id, number=number))]
             case StoreCheck(id=id, keys=keys):
-                return [(link, StoreReply(id=id, number=all(key in self._values for key in keys)))]
+                return [(link, StoreReply(id=id, number=int(all(key in self._values for key in keys))))]
             case StoreDelete(id=id, key=key):
-                return [(link, StoreReply(id=id, number=self._values.pop(key, None) is not None))]
+                return [(link, StoreReply(id=id, number=int(self._values.pop(key, None) is not None)))]
 
     def _set(self, key: str, value: bytes) -> list[tuple[int, Message]]:
         self._values[key] = value

@@ -71,7 +71,7 @@ class Coordinator:
             case Planned() if self._is_current(message.epoch):
                 self._planned(link, message)
             case Failed() if self._is_current(message.epoch):
-                self._fault(message.error, message.causes, failures={self._name(link): message.causes[0]})
+                self._fault(message.error, message.causes, failures={self._name(link): "; ".join(message.causes)})
             case Linked() if self._is_current(message.epoch):
                 self._linked(link, message)
             case Done() if self.push is not None and message.push == self.push.number and known:
@@ -342,7 +342,7 @@ class Coordinator:
 
     def _part(self, engine: Engine) -> EnginePart:
         names = {link: str(Seat("target", engine.name, rank)) for rank, link in engine.links.items()}
-        return EnginePart(engine.name, names, engine.version, torn=engine.state is EngineState.TORN)
+        return EnginePart(engine.name, names, engine.version, torn=engine.torn)
 
     def _drop(self, parts: list[EnginePart]) -> None:
         assert self.push is not None
@@ -365,10 +365,10 @@ class Coordinator:
         assert verdict is not None
         if engine is not None and engine.state is EngineState.MOVING:
             engine.happen(_EVENT[PushState(verdict.state)])
+        if engine is not None:
+            engine.settle(verdict)
         if verdict.state == PushState.COMPLETE:
             self.version = push.version
-            if engine is not None:
-                engine.version = push.version
         only = [link for link in part.names if link not in push.sources]
         self._tell(only, self._outcome(push, {part.name: verdict}))
 
@@ -488,10 +488,9 @@ class Coordinator:
             self._fault("PushError", (cause,), failures=dict.fromkeys(names, cause))
 
     def _expire_push(self, push: PushRound) -> None:
-        failed = push.expire(self._deadline)
-        if failed:
-            self._drop(failed)
-            self._ends = self._now + self._heartbeat
+        if not push.expired:
+            self._drop(push.expire(self._deadline))
+            self._ends = self._now + min(self._heartbeat, self._deadline)
             return
         for link in sorted(push.silent):
             self._send(link, messages.Closed(reason=f"no word of the push in {self._deadline:g} s", normal=False))

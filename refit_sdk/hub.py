@@ -75,6 +75,11 @@ class Hub:
                 done.set_exception(error)
 
         self._events.put(run)
+        while not done.done():
+            with contextlib.suppress(TimeoutError):
+                done.result(timeout=FLUSH_SECONDS)
+            if not done.done() and not self._threads[1].is_alive():
+                raise RendezvousError("this rendezvous has ended")
         done.result()
 
     def close(self, reason: str, *, normal: bool) -> None:
@@ -148,6 +153,7 @@ class Hub:
             try:
                 peer.channel.send(messages.encode(message))
             except OSError:
+                peer.channel.close()  # its reader hears it, and the peer is lost
                 return
 
     def _take(self, link: int, message: Up) -> None:

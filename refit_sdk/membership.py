@@ -38,12 +38,16 @@ class Member:
 
 @define
 class Engine:
-    """The target ranks that serve together."""
+    """The target ranks that serve together. `version` is what all of them hold, if they do (None: nothing published).
+
+    `torn` outlives the loss and the return of a rank: only a full push ends it.
+    """
 
     name: str
     size: int
     state: EngineState = EngineState.WAITING
     version: int | None = None
+    torn: bool = False
     links: dict[int, int] = field(factory=dict)
     formed: bool = False
 
@@ -62,8 +66,11 @@ class Engine:
 
     def verdict(self, *, cause: str = "") -> Verdict:
         """What the engine is when no push touched it."""
-        torn = self.state is EngineState.TORN
-        return Verdict(PushState.TORN if torn else PushState.UNTOUCHED, self.version, cause)
+        return Verdict(PushState.TORN if self.torn else PushState.UNTOUCHED, self.version, cause)
+
+    def settle(self, verdict: Verdict) -> None:
+        """Take what a push left it as."""
+        self.version, self.torn = verdict.version, verdict.state == PushState.TORN
 
 
 class Membership:
@@ -81,6 +88,8 @@ class Membership:
 
     def admit(self, link: int, hello: Hello) -> Member:
         """Seat a process. `RendezvousError` (nothing changed) if it can't have what it claims."""
+        if not hello.claims or len(hello.claims) != len(hello.manifests):
+            raise RendezvousError(f"{len(hello.claims)} seats were claimed with {len(hello.manifests)} manifests")
         for claim in hello.claims:
             self._check(claim, hello)
         self._check_alike(hello)
@@ -161,6 +170,7 @@ class Membership:
             self.sources[claim.rank] = link
             return
         engine = self.engines.setdefault(claim.engine, Engine(claim.engine, claim.size))
+        engine.torn = engine.torn and bool(engine.links)
         engine.links[claim.rank] = link
         if engine.state is EngineState.LOST:
             engine.happen("rejoined")
@@ -178,8 +188,7 @@ class Membership:
 
     def _vacate(self, engine: Engine, rank: int) -> None:
         del engine.links[rank]
-        if engine.state in (EngineState.TORN, EngineState.MOVING):
-            engine.version = None
+        engine.version = None
         engine.happen("rank lost")
         engine.formed = False
 

@@ -38,12 +38,16 @@ class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EngineDone(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one rank has to say of one engine after moving: bytes by completions, and how it failed, if it did."""
+    """What one rank has to say of one engine after moving: bytes by completions, and how it failed, if it did.
+
+    `lost` names the rank at the other end, where that one is said to be the cause.
+    """
 
     sent: int
     arrived: int
     cause: str = ""
     mutated: bool = False
+    lost: str = ""
 
 
 class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

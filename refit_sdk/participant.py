@@ -4,8 +4,8 @@
 2. A push: prepare; look whether anything described has moved; say `Ready`; form an epoch if the rendezvous says so;
    on `Go`, run the program; install; check that as many bytes arrived as planned and that no address changed; say
    `Done`; and wait for the outcome.
-3. From `Go` to the outcome a target is fenced. It serves again if its engine committed or was left untouched; torn or in
-   doubt, it stays fenced.
+3. From `Go` to the outcome a target is fenced. It serves again if its engine committed, or was left untouched and served
+   before; torn or in doubt, it stays fenced.
 
 >>> error_of("PushError", ("source[1]: it is gone",), failures={}, engines={"a": Verdict("torn", 3)})
 PushError('source[1]: it is gone; engine a is torn')
@@ -35,7 +35,7 @@ from refit_sdk.errors import (
     UnsupportedMoveError,
 )
 from refit_sdk.executor import Executor, Moved
-from refit_sdk.fabric import Deadline, Fabric, Group
+from refit_sdk.fabric import Deadline, Fabric, FabricError, Group
 from refit_sdk.messages import Done, Down, EngineDone, Fault, Form, Go, Link, Outcome, Verdict
 from refit_sdk.plan import Plan
 from refit_sdk.program import Program
@@ -93,6 +93,7 @@ class Participant:
         self._drops: dict[int, dict[str, str]] = {}
         self._running: tuple[int, Executor] | None = None
         self._deadline = 0.0
+        self._held_back = self._served = False
         self._closed: SessionClosed | None = None
         self._left = False
         self._client = client_of(self._urgent)
@@ -147,7 +148,7 @@ class Participant:
             pid=pid,
             host=host,
         )
-        self._client.send(hello)
+        self._say(hello)
         match self._next(bounded=True):
             case messages.Welcome(late=late, hosted_by=hosted_by, heartbeat=heartbeat, deadline=seconds):
                 self._client.host = f"the rendezvous host, {hosted_by},"
@@ -158,9 +159,14 @@ class Participant:
             case other:
                 raise RendezvousError(f"the rendezvous answered {type(other).__name__} to the first message")
         if late:
-            self._fence("it joined late: it serves from the next push on")
+            self._hold_back("it joined late: it serves from the next push on")
         else:
             self._round(bounded=True)
+
+    def _say(self, message: messages.Message) -> None:
+        """Send, if the rendezvous is there. If it isn't, `_next` tells, after the last words that came from it."""
+        with contextlib.suppress(RendezvousError):
+            self._client.send(message)
 
     def _next(self, *, bounded: bool) -> Down:
         """The next message that isn't about an earlier push. The end of the session is raised."""
@@ -177,7 +183,7 @@ class Participant:
                     self._closed = SessionClosed(reason)
                     raise self._closed
                 case messages.Closed(reason=reason):
-                    raise self._client.failure or RendezvousError(reason)
+                    raise RendezvousError(reason)
                 case _:
                     return message
 
@@ -201,7 +207,15 @@ class Participant:
         try:
             step()
         except RefitError as error:
-            self._client.send(messages.Failed(epoch=epoch, error=type(error).__name__, causes=causes_of(error)))
+            causes = causes_of(error)
+            if isinstance(error, FabricError) and error.peer is not None:
+                causes = (f"{self._name(error.peer)}: {error}",)
+            self._say(messages.Failed(epoch=epoch, error=type(error).__name__, causes=causes))
+
+    def _name(self, process: int) -> str:
+        """The names of a process's ranks."""
+        seats = self.plan.world.seats if self.plan is not None else ()
+        return "+".join(str(seat) for seat in seats if seat.process == process) or f"process {process}"
 
     def _plan(self, form: Form) -> None:
         world = wire.decode_world(form.world)
@@ -209,7 +223,7 @@ class Participant:
         process = next(s.process for s in world.seats if (s.side, s.engine, s.rank) in claims)
         digest, plan = self._planner(world, form.settings)
         self._standing = _Standing(form.epoch, plan, process, form.fresh)
-        self._client.send(messages.Planned(epoch=form.epoch, input_digest=digest, plan_digest=plan.digest))
+        self._say(messages.Planned(epoch=form.epoch, input_digest=digest, plan_digest=plan.digest))
 
     def _link(self, link: Link, *, sums: bool) -> None:
         standing = self._standing
@@ -220,7 +234,7 @@ class Participant:
         for engine in sorted(mine.keys() - self._groups.keys()):
             self._connect(standing, engine, mine[engine])
         parts = self._sums() if sums else ()
-        self._client.send(messages.Linked(epoch=link.epoch, sums=parts))
+        self._say(messages.Linked(epoch=link.epoch, sums=parts))
 
     def _connect(self, standing: _Standing, engine: str, members: list[int]) -> None:
         group = self._fabric.connect(
@@ -253,7 +267,7 @@ class Participant:
 
         `released` is called when the sources may change their values again. Raises what went wrong.
         """
-        begun = time.perf_counter()
+        begun, self._served = time.perf_counter(), False
         for held in self.held:
             held.prepare()
         self._refresh()
@@ -273,9 +287,7 @@ class Participant:
     def _gather(self, version: int | None, require: int) -> Go:
         bodies = tuple(held.changed_body() for held in self.held)
         source = self._source is not None
-        self._client.send(
-            messages.Ready(kind="push", version=version, require=require, manifests=bodies, sums=self._sums())
-        )
+        self._say(messages.Ready(kind="push", version=version, require=require, manifests=bodies, sums=self._sums()))
         go = self._round(bounded=source, sums=source)
         if not isinstance(go, Go):
             raise RendezvousError("the others re-formed the session while this rank waited for a push: call it again")
@@ -285,17 +297,18 @@ class Participant:
         """Form an epoch of the survivors. A rank whose engine lacks another waits, fenced, for that one to return."""
         self._refresh()
         bodies = tuple(held.changed_body() for held in self.held)
-        self._client.send(messages.Ready(kind="reform", manifests=bodies))
+        self._say(messages.Ready(kind="reform", manifests=bodies))
         formed = self._round(bounded=True)
         if isinstance(formed, messages.Formed) and formed.waiting:
             self._standing = None
-            self._fence("its engine lacks a rank: it serves from the next push after that rank is back")
+            self._hold_back("its engine lacks a rank: it serves from the next push after that rank is back")
 
     def _deliver(self, go: Go, *, agree: float, released: Callable[[], None] | None) -> PushReport:
         mine = frozenset(name for name in go.engines if name in self._groups)
         taking = self._target is not None and self._target.claim.engine in mine
         if taking:
-            self._fence(f"version {go.version} is arriving")
+            self._served = not self._held_back
+            self._hold_back(f"the push of version {go.version} hasn't been committed here")
         executor = self._executor(mine)
         moved = self._run(go, executor)
         if released is not None:
@@ -342,7 +355,7 @@ class Participant:
         except BaseException as error:
             cause = f"{type(error).__name__}: {error}"
             lost = {name: EngineDone(0, 0, cause, mutated=True) for name in go.engines if name in self._groups}
-            self._client.send(Done(push=go.push, engines=lost))
+            self._say(Done(push=go.push, engines=lost))
             raise
         finally:
             with self._lock:
@@ -374,16 +387,25 @@ class Participant:
         for name in (name for name in go.engines if name in self._groups):
             mutated = name == own and (name in moved.mutated or (install is not None and install.error is not None))
             cause = install.cause if install is not None and name == own else moved.failed.get(name, "")
-            done[name] = EngineDone(moved.sent.get(name, 0), moved.arrived.get(name, 0), cause, mutated)
+            lost = self._name(moved.lost[name]) if name in moved.lost else ""
+            if lost:
+                cause = f"{'+'.join(str(held.claim) for held in self.held)} {cause}"
+            done[name] = EngineDone(moved.sent.get(name, 0), moved.arrived.get(name, 0), cause, mutated, lost)
         try:
-            self._client.send(Done(push=go.push, engines=done))
+            self._say(Done(push=go.push, engines=done))
             return self._outcome(go)
         except RefitError as error:
             said = done.get(own) if own is not None else None
-            state = PushState.IN_DOUBT
-            if said is not None and said.cause:
-                state = PushState.TORN if said.mutated else PushState.UNTOUCHED
-            raise self._cut_off(error, state) from error
+            raise self._cut_off(error, self._alone_with(said)) from error
+
+    def _alone_with(self, said: EngineDone | None) -> PushState:
+        """What this rank knows of its engine by itself. Of the engine's other ranks it knows nothing."""
+        if said is None or not said.cause:
+            return PushState.IN_DOUBT
+        if said.mutated:
+            return PushState.TORN
+        assert self._target is not None
+        return PushState.UNTOUCHED if self._target.claim.size == 1 else PushState.IN_DOUBT
 
     def _outcome(self, go: Go) -> Outcome:
         while True:
@@ -395,10 +417,10 @@ class Participant:
 
     def _cut_off(self, error: RefitError, state: PushState) -> PushError:
         """The error of a rank that can't hear the rendezvous any more, its engine fenced if need be."""
-        if self._target is not None and state is PushState.UNTOUCHED:
-            self._target.unfence()
-        elif self._target is not None:
-            self._fence(f"{state}: {error}")
+        if state is PushState.UNTOUCHED:
+            self._open_again()
+        else:
+            self._hold_back(f"{state}: {error}")
         own = self._target.claim.engine if self._target is not None else None
         engines = self.plan.world.engines if self.plan is not None else ()
         told = {name: str(state) for name in engines if own in (None, name)}
@@ -411,10 +433,10 @@ class Participant:
     ) -> PushReport:
         verdict = outcome.engines.get(self._target.claim.engine) if self._target is not None else None
         if self._target is not None and verdict is not None:
-            if verdict.state == PushState.TORN:
-                self._fence(f"torn: {verdict.cause}")
-            else:
-                self._target.unfence()
+            if verdict.state == PushState.COMPLETE:
+                self._open()
+            elif verdict.state == PushState.UNTOUCHED:
+                self._open_again()
         report = PushReport(
             version=outcome.version,
             seconds=dict(seconds),
@@ -428,9 +450,21 @@ class Participant:
         error = error_of("PushError", causes, failures=outcome.failures, engines=outcome.engines)
         raise error from (install.error if install is not None else None)
 
-    def _fence(self, reason: str) -> None:
+    def _hold_back(self, reason: str) -> None:
+        """Fence until a full push succeeds, or until it's known that this one changed nothing."""
         if self._target is not None:
+            self._held_back = True
             self._target.fence(reason)
+
+    def _open(self) -> None:
+        if self._target is not None:
+            self._held_back = False
+            self._target.unfence()
+
+    def _open_again(self) -> None:
+        """End the fence of this push, which changed nothing; one that was there before stays."""
+        if self._served:
+            self._open()
 
     def release(self) -> None:
         """Free the window buffers; the next push makes new ones."""

@@ -2,7 +2,8 @@
 
 1. Every rank says `Done` once: bytes sent and arrived for each engine, and how it failed, if it did.
 2. The first failure of an engine, or the loss of one of its ranks or of a source, fails the engine: the others are told
-   to drop it, and its first cause stays.
+   to drop it, and its first cause stays. What a rank says of another (it hung up, it sent nothing) is hearsay: the
+   rendezvous's own word of a loss, or what the blamed rank says of itself, takes its place.
 3. When all living ranks of an engine have spoken, the engine is decided: complete if all confirmed, else torn if any
    rank was written to or is gone or the engine was torn before, else untouched.
 4. When all engines are decided and all living sources have spoken, the push has ended.
@@ -14,17 +15,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from attrs import define, field
+from attrs import define, field, frozen
 
 from refit_sdk.messages import Done, EngineDone, Verdict
 from refit_sdk.states import PushState
+
+
+@frozen
+class Cause:
+    """Why an engine failed: what is said, and of which rank. `hearsay`: by another rank."""
+
+    name: str
+    text: str
+    hearsay: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.text}"
 
 
 @define
 class EnginePart:
     """What is known of one engine in this push. `names` maps its processes to their ranks' names.
 
-    `version` is what it served before, and `torn` says that it served nothing.
+    `version` is what it served before; `torn` says that it is a mix of versions already.
     """
 
     name: str
@@ -33,8 +46,13 @@ class EnginePart:
     torn: bool = False
     done: dict[int, EngineDone] = field(factory=dict)
     gone: set[int] = field(factory=set)
-    cause: str = ""
+    first: Cause | None = None
     verdict: Verdict | None = None
+
+    @property
+    def cause(self) -> str:
+        """The first cause as text, or nothing."""
+        return "" if self.first is None else str(self.first)
 
     @property
     def waiting_for(self) -> set[int]:
@@ -43,13 +61,14 @@ class EnginePart:
 
     def decide(self, version: int) -> Verdict:
         """The verdict, once nobody is waited for."""
-        if not self.cause:
+        if self.first is None:
             state = PushState.COMPLETE
         elif self.torn or self.gone or any(done.mutated for done in self.done.values()):
             state = PushState.TORN
         else:
             state = PushState.UNTOUCHED
-        self.verdict = Verdict(state, self.version if self.cause else version, self.cause)
+        serves = {PushState.COMPLETE: version, PushState.UNTOUCHED: self.version}.get(state)
+        self.verdict = Verdict(state, serves, self.cause)
         return self.verdict
 
 
@@ -70,7 +89,7 @@ class PushRound:
         self.require = require
         self.sources = dict(sources)
         self.parts = {part.name: part for part in parts}
-        self.failures: dict[str, str] = {}
+        self.expired = False
         self.source_lost = False
         self._source_done: dict[int, Done] = {}
         self._gone: set[int] = set()
@@ -87,10 +106,14 @@ class PushRound:
             self._source_done[link] = message
         failed = []
         for name, said in message.engines.items():
-            part = self.parts[name]
+            part = self.parts.get(name)
+            if part is None:
+                continue
             if link in part.names:
                 part.done[link] = said
-            if said.cause and self._fail(part, self.name(link), said.cause):
+            speaker = self.name(link)
+            cause = Cause(said.lost or speaker, said.cause, hearsay=bool(said.lost))
+            if said.cause and self._fail(part, cause, knows=part.first is not None and part.first.name == speaker):
                 failed.append(part)
         return failed
 
@@ -103,24 +126,32 @@ class PushRound:
         for part in hit:
             if link in part.names:
                 part.gone.add(link)
-        return [part for part in hit if self._fail(part, name, cause)]
+        return [part for part in hit if self._fail(part, Cause(name, cause), knows=True)]
 
     def expire(self, seconds: float) -> list[EnginePart]:
         """Take word that the deadline has passed; the engines that it makes fail."""
+        self.expired = True
         failed = []
         for part in self.undecided:
             late = [self.name(link) for link in sorted(self.silent)] or sorted(part.names.values())
             cause = f"no word from {', '.join(late)} in {seconds:g} s"
-            if self._fail(part, late[0], cause):
+            if self._fail(part, Cause(late[0], cause)):
                 failed.append(part)
         return failed
 
-    def _fail(self, part: EnginePart, name: str, cause: str) -> bool:
-        if part.verdict is not None or part.cause:
-            return False
-        part.cause = f"{name}: {cause}"
-        self.failures.setdefault(name, cause)
-        return True
+    def _fail(self, part: EnginePart, cause: Cause, *, knows: bool = False) -> bool:
+        """Keep the first cause; whether it is the first. Who `knows` replaces hearsay."""
+        first = part.first is None
+        if part.verdict is None and (first or (knows and part.first is not None and part.first.hearsay)):
+            part.first = cause
+            return first
+        return False
+
+    @property
+    def failures(self) -> dict[str, str]:
+        """The first cause of every engine that failed, by the rank that it's said of."""
+        causes = [part.first for part in self.parts.values() if part.first is not None]
+        return {cause.name: cause.text for cause in reversed(causes)}
 
     def decide(self) -> list[EnginePart]:
         """Decide the engines that nobody is waited for; those newly decided."""

@@ -93,7 +93,7 @@ class Process:
     process: Any
     pipe: Connection
     seconds: float = 0.0
-    _result: Any = None
+    _ended: bool = False
     _begun: float = field(factory=time.monotonic)
 
     def expect(self, event: str, *, timeout: float = PATIENCE) -> Any:
@@ -124,7 +124,7 @@ class Process:
             kind, name, value = self._hear(timeout)
             if kind == "event":
                 continue
-            self.seconds = time.monotonic() - self._begun
+            self.seconds, self._ended = time.monotonic() - self._begun, True
             return value if kind == "result" else Failure(name, *value)
 
     def _hear(self, timeout: float) -> tuple[str, Any, Any]:
@@ -144,6 +144,15 @@ class Process:
         """Send a signal: SIGSTOP, SIGCONT, SIGTERM."""
         os.kill(self.process.pid, number)
 
+    def end(self) -> None:
+        """See that it's gone: a body that has ended may leave by itself."""
+        if self._ended:
+            self.process.join(2.0)
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
 
 @contextmanager
 def running(bodies: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> Iterator[list[Process]]:
@@ -160,9 +169,4 @@ def running(bodies: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> Ite
         yield started
     finally:
         for each in started:
-            if each.process.is_alive():
-                each.signal(signal.SIGCONT)
-                each.process.join(0.2)
-                each.process.kill()
-            each.process.join()
-            each.pipe.close()
+            each.end()
