@@ -75,7 +75,7 @@ Span = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def prefix(box: Span, granule: tuple[int, ...], *, want: int, slack: int) -> tuple[list[Span], list[Span]]:
-    """The first `want` elements of a box and the rest, in storage order, as few boxes; off by at most about `slack`.
+    """The first `want` elements of a box and the rest, slab by slab, as few boxes; off by at most about `slack`.
 
     >>> prefix(((0, 0), (4, 10)), (1, 1), want=25, slack=0)
     ([((0, 0), (2, 10)), ((2, 0), (3, 5))], [((2, 5), (3, 10)), ((3, 0), (4, 10))])

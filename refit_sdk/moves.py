@@ -190,7 +190,7 @@ def steps_of(
               ndim=int(each) // 64, itemsize=int(each) % 64)
         for each in np.unique(kind)
     ]  # fmt: skip
-    return concat(parts)
+    return concat(parts or [moves])
 
 
 def concat(tables: list[StepTable]) -> StepTable:

@@ -100,6 +100,8 @@ def pairs(a: Boxes, b: Boxes) -> tuple[Ints, Ints]:
     """
     if not len(a) or not len(b):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    if not a.start.shape[1]:
+        return pairs(_as_one_dim(a), _as_one_dim(b))
     a_start, a_stop, b_start, b_stop = _best_keys(a, b)
     inside = _starts_between(b_start, a_start, a_stop, side="left")
     around = _starts_between(a_start, b_start, b_stop, side="right")
@@ -109,6 +111,12 @@ def pairs(a: Boxes, b: Boxes) -> tuple[Ints, Ints]:
     first, second = first[meet], second[meet]
     order = np.lexsort((second, first))
     return first[order], second[order]
+
+
+def _as_one_dim(boxes: Boxes) -> Boxes:
+    """Scalars as boxes of one element."""
+    ones = np.ones((len(boxes), 1), np.int64)
+    return Boxes(boxes.group, 0 * ones, ones)
 
 
 def _starts_between(starts: Ints, low: Ints, high: Ints, *, side: str) -> tuple[Ints, Ints]:

@@ -6,8 +6,8 @@
 2. Cut: a step that spans several ticks is cut by member, then by rows, along granules; each part fits a window, and
    none is cut small for the sake of pace alone. A step of a later round has a later tick than all earlier ones of its
    move.
-3. Schedule, in order of (tick, (dst - src) mod n, src): each part goes to the smallest window, not before the current
-   one of either end and after all earlier rounds of its move, in which it fits at both ends: bytes sent, bytes
+3. Schedule, in order of (tick, diagonal of the pair, sender): each part goes to the smallest window, not before the
+   current one of either end and after all earlier rounds of its move, in which it fits at both ends: bytes sent, bytes
    received, and messages. Then that window is the current one of both.
 
 Messages are counted as they will be made: a part whose members' pieces are small joins the one packed message of its
@@ -83,10 +83,18 @@ def schedule(steps: StepTable, sizes: Sizes, settings: Settings, *, first: int) 
     cut = fit(steps, sizes, settings, limit=_limits(steps, sizes, settings, ticks))
     tick = _after_rounds(cut, _pace(cut, sizes.nbytes(cut), ticks))
     processes = 1 + int(max(cut.src.max(), cut.dst.max()))
-    order = np.lexsort((np.arange(len(cut)), cut.src, (cut.dst - cut.src) % processes, tick))
+    order = np.lexsort((np.arange(len(cut)), cut.src, _diagonal(cut), tick))
     cut = cut.take(order)
     cut = evolve(cut, window=first + _pack(cut, sizes, settings, processes))
     return cut.take(np.lexsort((np.arange(len(cut)), cut.engine, cut.dst, cut.src, cut.window)))
+
+
+def _diagonal(steps: StepTable) -> Ints:
+    """A number a pair, as few as can be, so that pairs of equal number have different senders and receivers."""
+    senders, src = np.unique(steps.src, return_inverse=True)
+    receivers, dst = np.unique(steps.dst, return_inverse=True)
+    found: Ints = (dst.reshape(-1) - src.reshape(-1)) % max(len(senders), len(receivers))
+    return found
 
 
 def _ticks(steps: StepTable, sizes: Sizes, settings: Settings) -> int:
