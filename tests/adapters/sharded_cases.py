@@ -140,6 +140,17 @@ def fsdp_last_dim():
     return judge(model, checkpoint(qwen3()))
 
 
+def fsdp_every_class():
+    """Every transformers class is replaced by FSDP's: transformers itself would find no conversion for them."""
+    model = qwen3(experts=4)
+    expected = checkpoint(model)
+    on = mesh(size(), names=("fsdp",))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=on)
+    fully_shard(model.model, mesh=on)
+    return judge(fully_shard(model, mesh=on), expected)
+
+
 def hsdp():
     return judge(shard_layers(qwen3(), mesh(2, size() // 2, names=("rep", "fsdp"))), checkpoint(qwen3()))
 
@@ -410,6 +421,7 @@ CASES = {
     "fsdp-tied": lambda: fsdp(tied=True, vocab=61),
     "fsdp-last-dim": fsdp_last_dim,
     "fsdp-experts": lambda: fsdp(experts=4),
+    "fsdp-every-class": fsdp_every_class,
     "hsdp": hsdp,
     "fsdp-tp": fsdp_tp,
     "fsdp-tp-uneven": lambda: fsdp_tp(vocab_plan=True, vocab=61, inter=26),

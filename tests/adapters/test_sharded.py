@@ -8,7 +8,8 @@ import pytest
 
 CASES = {
     2: ("tp", "trained", "trained-tied", "trained-experts", "described-unsharded", "broken-forward", "wrapped"),
-    3: ("fsdp-uneven", "fsdp-experts", "tp-uneven", "experts-on-gate-up", "outside-the-mesh"),
+    3: ("fsdp-uneven", "fsdp-experts", "tp-uneven", "experts-on-gate-up", "fsdp-every-class",
+        "outside-the-mesh"),
     4: (
         "fsdp", "fsdp-last-dim", "fsdp-tied", "hsdp", "fsdp-tp", "ep-2d", "experts-on-hidden", "by-hand",
         "padded-strides", "refused", "plain-in-fsdp", "offloaded",
