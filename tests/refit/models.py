@@ -131,6 +131,11 @@ class Model:
         for fragment in self.fragments:
             torch_fill.fill_poison(fragment.view)
 
+    def rebind(self, held: Sequence[Held]) -> None:
+        """Hold something else, or the same elsewhere, from now on."""
+        other = Model(held, self.within)
+        self.held, self.blocks, self.fragments = other.held, other.blocks, other.fragments
+
     def faults(self, *, version: int, source: str | Mapping[str, str] | None = None) -> list[str]:
         """Where a view isn't the cast source of that version, or a guard byte was written. `source` is the sources'
         dtype, or their dtypes by tensor (None, and for others: what is stored here).
