@@ -269,6 +269,7 @@ def with_aliases(*pairs: tuple[str, str]) -> Spoil:
     [
         pytest.param(lambda body: body.update(extra=1), "unknown field `extra`", id="unknown field"),
         pytest.param(in_part(code="x"), "unknown field `code`", id="unknown field, deeper"),
+        pytest.param(in_region(offset=0), "unknown field `offset`", id="unknown field, deepest"),
         pytest.param(lambda body: body.pop("aliases"), "missing required field `aliases`", id="missing field"),
         pytest.param(in_part(name=7), "Expected `str`, got `int`", id="number for a name"),
         pytest.param(in_part(shape=["8", "4"]), "Expected `int`, got `str`", id="text for a number"),

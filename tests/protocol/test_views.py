@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from refit_sdk import views as room
 from refit_sdk.adapter import Fragment
 from refit_sdk.box import Box
 from refit_sdk.errors import LayoutError
@@ -145,6 +146,16 @@ HALF = W.view(torch.bfloat16)
             id="a shifted block",
         ),
         pytest.param(
+            parts_of("w", (8, 8), (Box((0, 0), (4, 8)), W[:4]), (Box((0, 0), (4, 8)), W[1:5])),
+            ("'w' [0:4", "'w' [0:4"),
+            id="the same box, a row off",
+        ),
+        pytest.param(
+            parts_of("w", (8, 8), (Box((0, 0), (4, 1)), W[:1, :4].t()), (Box((0, 0), (1, 4)), W[:1, :4])),
+            ("'w' [0:4, 0:1]", "'w' [0:1, 0:4]"),
+            id="a row and a column from one corner",
+        ),
+        pytest.param(
             parts_of("w", (8, 8), (LEFT, W[:, :4]), (RIGHT, W[:, 3:7])), ("'w'", "'w'"), id="columns overlap by one"
         ),
         pytest.param(
@@ -219,6 +230,7 @@ def elements_by_address(fragments: list[Fragment]) -> dict[int, set[tuple[str, t
 
 @given(fake_pairs())
 def test_storage_agrees_with_a_walk_over_all_elements(pair: list[Fragment]) -> None:
+    """A pair of one tensor with other strides may be refused for a place it shares rightly: the rest never is wrong."""
     wrong = any(len(elements) > 1 for elements in elements_by_address(pair).values())
     one, two = pair
     touching = one.name == two.name and one.box.intersect(two.box) is not None
@@ -227,3 +239,27 @@ def test_storage_agrees_with_a_walk_over_all_elements(pair: list[Fragment]) -> N
             check_storage(pair)
     elif not touching or one.view.stride() == two.view.stride():
         check_storage(pair)
+
+
+def fake(name: str, address: int, rows: int) -> Fragment:
+    view = FakeView(address, (rows, 4), (4, 1), 2)
+    return Fragment(name, (rows, 4), Box.whole((rows, 4)), view)  # type: ignore[arg-type]
+
+
+def test_storage_ignores_where_an_empty_view_lies() -> None:
+    check_storage([fake("a", 4096, 4), fake("b", 4104, 0)])
+
+
+def test_storage_tells_devices_apart() -> None:
+    other = fake("b", 4096, 4)
+    other.view.device = "cuda:1"
+    check_storage([fake("a", 4096, 4), other])
+
+
+def test_storage_solves_only_for_views_whose_ranges_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    solved: list[bool] = []
+    monkeypatch.setattr(room, "_meet", lambda a, b: bool(solved.append(True)))
+    check_storage(fake(f"w{i}", 4096 + 32 * i, 4) for i in range(300))
+    assert len(solved) == 0
+    check_storage([fake("a", 4096, 4), fake("b", 4104, 4)])
+    assert len(solved) == 1
