@@ -98,6 +98,11 @@ class KeyValue(Protocol):
         ...
 
 
+def local_host(store: KeyValue) -> str:
+    """The address of this host on the way to a session's rendezvous; of a store that doesn't say, loopback."""
+    return getattr(store, "local_host", "127.0.0.1")
+
+
 def roll_call(
     store: KeyValue, *, group: str, members: Sequence[int], process: int, deadline: Deadline, word: bytes = b""
 ) -> dict[int, bytes]:

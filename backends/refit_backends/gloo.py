@@ -21,7 +21,7 @@ import torch
 from attrs import define, field
 
 from refit_sdk.errors import RendezvousError
-from refit_sdk.fabric import Deadline, Fabric, FabricError, KeyValue, roll_call
+from refit_sdk.fabric import Deadline, Fabric, FabricError, KeyValue, local_host, roll_call
 from refit_sdk.hookspecs import hookimpl
 
 _UNANSWERED: Final = 2**31 - 1
@@ -154,7 +154,7 @@ class GlooFabric:
     def __init__(self, *, host: str | None = None, interface: str | None = None) -> None:
         if host is not None and interface is not None:
             raise FabricError(f"fabric gloo got host={host!r} and interface={interface!r}; give one of them")
-        self._host = host if host is not None or interface is not None else "127.0.0.1"
+        self._host = host
         self._interface = interface
 
     @classmethod
@@ -177,7 +177,8 @@ class GlooFabric:
         if len(members) == 1:
             return GlooGroup(tuple(members), process, None)
         deadline = Deadline.after(timeout)
-        device, word = self._device(), self._where.encode()
+        host = self._host if self._host or self._interface else local_host(store)
+        device, word = self._device(host), (host or f"interface {self._interface}").encode()
         words = roll_call(store, group=group, members=members, process=process, deadline=deadline, word=word)
         table = KeyValueStore(store, prefix=f"{group}/gloo", deadline=deadline)
         try:
@@ -190,20 +191,16 @@ class GlooFabric:
             ) from error
         return GlooGroup(tuple(members), process, native, table)
 
-    @property
-    def _where(self) -> str:
-        return self._host if self._host is not None else f"interface {self._interface}"
-
-    def _device(self) -> Any:
+    def _device(self, host: str | None) -> Any:
         import torch.distributed as dist
 
-        where = {"interface": self._interface} if self._host is None else {"hostname": self._host}
+        where = {"interface": self._interface} if host is None else {"hostname": host}
         try:
             return dist.ProcessGroupGloo.create_device(**where, lazy_init=False)
         except RuntimeError as error:
             raise FabricError(
-                f"fabric gloo can't listen on {self._where}: {_last_words(str(error))}; give host= (an address of this "
-                "machine) or interface= (see `ip address`)"
+                f"fabric gloo can't listen on {host or f'interface {self._interface}'}: {_last_words(str(error))}; give "
+                "host= (an address of this machine) or interface= (see `ip address`)"
             ) from error
 
 
