@@ -199,8 +199,8 @@ class GlooFabric:
             return dist.ProcessGroupGloo.create_device(**where, lazy_init=False)
         except RuntimeError as error:
             raise FabricError(
-                f"fabric gloo can't listen on {host or f'interface {self._interface}'}: {_last_words(str(error))}; give "
-                "host= (an address of this machine) or interface= (see `ip address`)"
+                f"fabric gloo can't listen on {host or f'interface {self._interface}'}: {_last_words(str(error))}; "
+                "give host= (an address of this machine) or interface= (see `ip address`)"
             ) from error
 
 
