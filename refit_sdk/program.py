@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from attrs import field, frozen
@@ -20,9 +20,9 @@ from refit_sdk.dtypes import itemsize
 
 if TYPE_CHECKING:
     from refit_sdk.pieces import Family
+    from refit_sdk.plan import Plan
     from refit_sdk.settings import Settings
     from refit_sdk.windows import StepTable
-    from refit_sdk.world import World
 
 
 @frozen
@@ -126,7 +126,7 @@ def _window_of(window: Window, engines: frozenset[str]) -> Window:
     )
 
 
-def lower(plan: Lowerable, process: int) -> Program:
+def lower(plan: Plan, process: int) -> Program:
     """The program of one process: its steps, unfolded to checkpoint tensors and put into messages, window by window.
 
     In a window, a pair's small pieces (of one engine) share the first message, larger ones follow one by one, in the
@@ -143,26 +143,11 @@ def lower(plan: Lowerable, process: int) -> Program:
     return Program(process, tuple(windows))
 
 
-class Lowerable(Protocol):
-    """What a program is made from; `refit_sdk.plan.Plan` has it."""
-
-    @property
-    def world(self) -> World: ...
-    @property
-    def settings(self) -> Settings: ...
-    @property
-    def families(self) -> tuple[Family, ...]: ...
-    @property
-    def steps(self) -> StepTable: ...
-    @property
-    def copies(self) -> StepTable: ...
-
-
 Lines = dict[int, dict[tuple[int, str], list[Piece]]]
 """By window, by (peer, engine): pieces in order."""
 
 
-def _lines(plan: Lowerable, process: int) -> tuple[Lines, Lines, dict[int, list[tuple[str, Piece]]]]:
+def _lines(plan: Plan, process: int) -> tuple[Lines, Lines, dict[int, list[tuple[str, Piece]]]]:
     """The pieces that a process sends, receives and copies, by window."""
     sends: Lines = defaultdict(lambda: defaultdict(list))
     recvs: Lines = defaultdict(lambda: defaultdict(list))
@@ -176,7 +161,7 @@ def _lines(plan: Lowerable, process: int) -> tuple[Lines, Lines, dict[int, list[
     return sends, recvs, copies
 
 
-def _unfolded(plan: Lowerable, steps: StepTable) -> Iterator[tuple[int, int, int, str, list[Piece]]]:
+def _unfolded(plan: Plan, steps: StepTable) -> Iterator[tuple[int, int, int, str, list[Piece]]]:
     """Each step as (window, src, dst, engine, pieces)."""
     engines = plan.world.engines
     columns = (steps.window, steps.src, steps.dst, steps.engine, steps.family, steps.start, steps.stop)
