@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -73,3 +75,26 @@ def test_at_the_timeout_everybody_says_where_they_are(crew: Crew, entries: Modul
     crew.start("rollout-0[0]", entries.wait_for_ever)
     with pytest.raises(CrewError, match=r"more than 1 seconds\n.*rollout-0\[0\]: still receiving version 7"):
         list(crew.messages(timeout=1))
+
+
+PARENT = """
+import child_entries
+from refit_sdk.demo.processes import Crew
+
+with Crew() as crew:
+    crew.start("rollout-0[0]", child_entries.wait_for_ever)
+    for _, (pid,) in crew.messages(timeout=60):
+        print(pid, flush=True)
+"""
+
+
+def test_a_child_that_waits_for_ever_ends_with_its_parent() -> None:
+    path = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
+    ) as parent:
+        assert parent.stdout
+        assert int(parent.stdout.readline())
+        parent.kill()
+        # The output ends when the last process that holds it has: the parent, its fork server and the child.
+        assert parent.communicate(timeout=30) == (b"", None)
