@@ -370,9 +370,11 @@ class Coordinator:
         if verdict.state == PushState.COMPLETE:
             self.version = push.version
         only = [link for link in part.names if link not in push.sources]
-        self._tell(only, self._outcome(push, {part.name: verdict}))
+        self._tell(only, self._outcome(push, {part.name: verdict}, ranks=push.ranks([part.name])))
 
-    def _outcome(self, push: PushRound, verdicts: dict[str, Verdict]) -> messages.Outcome:
+    def _outcome(
+        self, push: PushRound, verdicts: dict[str, Verdict], *, ranks: dict[str, tuple[int, int]]
+    ) -> messages.Outcome:
         whole = len(verdicts) == len(push.parts)
         committed = push.committed if whole else all(v.state == PushState.COMPLETE for v in verdicts.values())
         return messages.Outcome(
@@ -381,12 +383,12 @@ class Coordinator:
             committed=committed,
             engines=verdicts,
             failures=push.failures,
-            ranks=push.ranks(None if whole else verdicts),
+            ranks=ranks,
         )
 
     def _end_push(self, push: PushRound) -> None:
         self._happen("ended without a source" if push.source_lost else "ended")
-        self._tell(sorted(push.sources), self._outcome(push, push.verdicts))
+        self._tell(sorted(push.sources), self._outcome(push, push.verdicts, ranks=push.ranks()))
         self.push, self._ends = None, None
         if push.source_lost:
             self._fresh.update(self.membership.engines)

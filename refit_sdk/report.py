@@ -39,7 +39,9 @@ class EngineReport:
 
 @frozen
 class PushReport:
-    """One push as this rank saw it; `ranks` and `engines` are the whole world's."""
+    """One push as this rank saw it: on a source, `ranks` and `engines` are the whole world's; on a target they are its
+    engine's, which goes on as soon as all its own ranks have confirmed.
+    """
 
     version: int
     seconds: Mapping[str, float]
@@ -59,9 +61,9 @@ class PushReport:
 
     @property
     def gb_per_s(self) -> float:
-        """Bytes sent by all ranks, over the seconds of this rank's move stage, in 10⁹ bytes a second."""
+        """Bytes sent (or that arrived, if more did), over the seconds of this rank's move stage, in 10⁹ a second."""
         seconds = self.seconds.get("move", 0.0)
-        return self.bytes_sent / seconds / 1e9 if seconds else 0.0
+        return max(self.bytes_sent, self.bytes_arrived) / seconds / 1e9 if seconds else 0.0
 
     def to_json(self) -> str:
         """The report as JSON."""
