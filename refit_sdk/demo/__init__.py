@@ -8,6 +8,7 @@ model       the decoder, in plain torch
 train       the trainer's half: FSDP2, an optimizer step, a push
 rollout     the generating half: tensor parallel in bfloat16, a receive, the comparison
 oracle      the judge: what every element must be, gathered with torch's own collectives
+job, rows   what each process is told, and what comes back, as values (no torch)
 processes   starting, watching and ending processes
 run         options in, rows out
 """
