@@ -13,11 +13,12 @@ A *row* of a side is a disjoint box in one dtype, with the processes that have i
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from math import lcm
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from operator import lt
 
 import numpy as np
+import numpy.typing as npt
 from attrs import define, field, frozen
 
 from refit_sdk.aliases import Naming, manifests_of, member, resolve
@@ -71,86 +72,79 @@ class Sides:
         return np.array([name.count("{}") + len(shape) for name, shape in self.keys], np.int64)
 
 
-_Place = tuple[tuple[int, ...], tuple[int, ...], str]
-"""Start and stop of a box, and a dtype."""
-
-
-@define(eq=False)
-class _Entry:
-    """What is known of one box in one dtype."""
-
-    granule: tuple[int, ...]
-    processes: list[int]
+_Row = tuple[Key, str, tuple[int, ...], tuple[int, ...], str, tuple[int, ...] | None, int]
+"""Family, engine, start and stop of a box, its dtype and granule, and the number of a list of processes."""
 
 
 @define(eq=False)
 class _Gathered:
-    """One side while it is collected: entries by (family, engine) and (start, stop, dtype), and members by family."""
+    """One side while it is collected: what its manifests say, row by row, equal boxes as often as they come."""
 
-    entries: dict[tuple[Key, str], dict[_Place, _Entry]] = field(factory=lambda: defaultdict(dict))
-    members: dict[Key, set[Box]] = field(factory=lambda: defaultdict(set))
-    declared: dict[Key, dict[str, set[Box]]] = field(factory=lambda: defaultdict(lambda: defaultdict(set)))
+    rows: list[_Row] = field(factory=list)
+    processes: list[Processes] = field(factory=list)
+    declared: dict[tuple[Key, str], set[Box]] = field(factory=lambda: defaultdict(set))
     second: dict[Key, set[Box]] = field(factory=lambda: defaultdict(set))
 
-    def add(self, part: _NamedPart, at: Mapping[str, list[int]]) -> None:
-        """Note that the processes in `at`, by engine, have what is in a part."""
-        regions = [
-            ((box.start, box.stop, dtype), granule)
-            for box, dtype, granule in part.regions
-            if all(map(lt, box.start, box.stop))
-        ]
-        for engine, processes in at.items():
-            entries = self.entries[part.key, engine]
-            for place, granule in regions:
-                whole = (1,) * (len(place[0]) - len(granule)) + granule if granule else ()
-                entry = entries.get(place)
-                if entry is None:
-                    entries[place] = _Entry(whole, list(processes))
-                else:
-                    entry.processes += processes
-                    entry.granule = _lcm(entry.granule, whole)
+    def add(self, part: _NamedPart, at: Mapping[str, int]) -> None:
+        """Note that the lists of processes in `at`, by engine, have what is in a part."""
+        for box, dtype, granule in part.regions:
+            if all(map(lt, box.start, box.stop)):
+                for engine, processes in at.items():
+                    self.rows.append((part.key, engine, box.start, box.stop, dtype, granule, processes))
 
-
-def _lcm(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(map(lcm, a, b)) if a and b else a or b
+    def by_engine(self) -> dict[Key, dict[str, tuple[Box, ...]]]:
+        """The members of each family, by engine."""
+        found: dict[Key, dict[str, tuple[Box, ...]]] = defaultdict(dict)
+        for (key, engine), boxes in self.declared.items():
+            found[key][engine] = disjoint(boxes)
+        return dict(found)
 
 
 def collect(world: World) -> Sides:
     """Both sides of a world, in an order that depends on nothing but what they hold."""
     naming = resolve(world)
     source, target = _gather(world, "source", naming), _gather(world, "target", naming)
-    keys = tuple(sorted({*source.members, *target.members, *source.second}))
-    dtypes = tuple(sorted({dtype for s in (source, target) for at in s.entries.values() for _, _, dtype in at}))
+    wanted, held = target.by_engine(), source.by_engine()
+    keys = tuple(sorted({*held, *wanted, *source.second}))
+    dtypes = tuple(sorted({row[4] for side in (source, target) for row in side.rows}))
     engines = world.engines
     dims = max([name.count("{}") + len(shape) for name, shape in keys], default=1) or 1
     number = {key: i for i, key in enumerate(keys)}
     groups = {engine: i for i, engine in enumerate(engines)}
     return Sides(
         world, naming, keys, dtypes, engines,
-        sources=_rows(source, dims, dtypes, lambda key, _: number[key]),
-        targets=_rows(target, dims, dtypes, lambda key, engine: number[key] * len(engines) + groups[engine]),
-        wanted=_members(target.members), held=_members(source.members), offered=_members(source.second),
-        declared={key: {e: disjoint(boxes) for e, boxes in at.items()} for key, at in target.declared.items()},
+        sources=_rows(source, dims, dtypes, [number[row[0]] for row in source.rows]),
+        targets=_rows(target, dims, dtypes, [number[row[0]] * len(engines) + groups[row[1]] for row in target.rows]),
+        wanted=_members(wanted), held=_members(held), declared=wanted,
+        offered={key: disjoint(boxes) for key, boxes in source.second.items()},
     )  # fmt: skip
 
 
-def _members(members: dict[Key, set[Box]]) -> dict[Key, tuple[Box, ...]]:
-    return {key: disjoint(boxes) for key, boxes in members.items() if boxes}
+def _members(by_engine: dict[Key, dict[str, tuple[Box, ...]]]) -> dict[Key, tuple[Box, ...]]:
+    """The members of each family, of all engines together."""
+    every = {key: disjoint(chain.from_iterable(at.values())) for key, at in by_engine.items()}
+    return {key: boxes for key, boxes in every.items() if boxes}
 
 
 def _gather(world: World, side: Side, naming: Naming) -> _Gathered:
     gathered = _Gathered()
+    seats: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for seat, number in zip(world.seats, world.manifest_of, strict=True):
+        if seat.side == side:
+            seats[number][seat.engine if side == "target" else ""].append(seat.process)
     for number in manifests_of(world, side):
-        at: dict[str, list[int]] = defaultdict(list)
-        for seat, its in zip(world.seats, world.manifest_of, strict=True):
-            if seat.side == side and its == number:
-                at[seat.engine if side == "target" else ""].append(seat.process)
+        at: dict[str, int] = {}
+        for engine, processes in seats[number].items():
+            at[engine] = len(gathered.processes)
+            gathered.processes.append(tuple(sorted(processes)))
         manifest = world.manifests[number]
-        renamed = naming.renamed.get(number, {}) if side == "target" else {}
-        for part in _renamed_parts(manifest, renamed):
-            _add_part(gathered, part, at)
-        if side == "source":
-            _add_second_names(gathered, manifest, naming.offered.get(number, ()), at)
+        for part in _renamed_parts(manifest, naming.renamed.get(number, {}) if side == "target" else {}):
+            for engine in at:
+                gathered.declared[part.key, engine].update(part.members)
+            gathered.add(part, at)
+        for part in _second_names(manifest, naming.offered.get(number, ()) if side == "source" else ()):
+            gathered.second[part.key].update(part.members)
+            gathered.add(part, at)
     return gathered
 
 
@@ -167,20 +161,9 @@ class _NamedPart:
         ]
 
 
-def _add_part(gathered: _Gathered, part: _NamedPart, at: dict[str, list[int]]) -> None:
-    gathered.members[part.key].update(part.members)
-    for engine in at:
-        gathered.declared[part.key][engine].update(part.members)
-    gathered.add(part, at)
-
-
-def _add_second_names(
-    gathered: _Gathered, manifest: Manifest, pairs: Iterable[tuple[str, str]], at: dict[str, list[int]]
-) -> None:
+def _second_names(manifest: Manifest, pairs: Iterable[tuple[str, str]]) -> Iterator[_NamedPart]:
     for other, name in pairs:
-        for part in _under_name(manifest, name, other):
-            gathered.second[part.key].update(part.members)
-            gathered.add(part, at)
+        yield from _under_name(manifest, name, other)
 
 
 def _renamed_parts(manifest: Manifest, names: Mapping[str, str]) -> Iterator[_NamedPart]:
@@ -222,49 +205,69 @@ def _under_name(manifest: Manifest, name: str, other: str) -> Iterator[_NamedPar
             yield found
 
 
-def _rows(side: _Gathered, dims: int, dtypes: tuple[str, ...], group_of: Callable[[Key, str], int]) -> Rows:
-    """A side's entries as arrays, with disjoint boxes."""
+def _rows(side: _Gathered, dims: int, dtypes: tuple[str, ...], groups: list[int]) -> Rows:
+    """A side's rows with equal ones joined, and boxes disjoint."""
     number = {dtype: i for i, dtype in enumerate(dtypes)}
-    group = [group_of(*place) for place, at in side.entries.items() for _ in at]
-    places = [place for at in side.entries.values() for place in at]
-    found = [entry for at in side.entries.values() for entry in at.values()]
     boxes = Boxes(
-        np.array(group, np.int64),
-        pad([start for start, _, _ in places], dims, 0),
-        pad([stop for _, stop, _ in places], dims, 1),
+        np.array(groups, np.int64),
+        pad([row[2] for row in side.rows], dims, 0),
+        pad([row[3] for row in side.rows], dims, 1),
     )
-    dtype = np.array([number[dtype] for _, _, dtype in places], np.int64)
+    dtype = np.array([number[row[4]] for row in side.rows], np.int64)
     order = np.lexsort((dtype, *boxes.stop.T[::-1], *boxes.start.T[::-1], boxes.group))
     boxes, dtype = boxes.take(order), dtype[order]
-    entries = [found[i] for i in order.tolist()]
-    granule = pad([entry.granule for entry in entries], dims, 1)
-    table = np.column_stack((boxes.group, boxes.start, boxes.stop))
-    new = np.ones(len(boxes), bool)
+    new_box = _changes(np.column_stack((boxes.group, boxes.start, boxes.stop)))
+    first = np.flatnonzero(new_box | _changes(dtype[:, None]))
+    processes = _joined(side, order, first)
+    granule = pad([_granule(row) for row in side.rows], dims, 1)[order]
+    granule = np.lcm.reduceat(granule, first, axis=0) if len(first) else granule
+    box = np.cumsum(new_box)[first] - 1
+    alone, atom, of_box = atoms(boxes.take(np.flatnonzero(new_box)))
+    if len(atom) == len(alone) == int(new_box.sum()):
+        return _listed(alone, box, dtype[first], granule, processes)
+    return _merged(alone, (atom, of_box), (box, dtype[first], granule), processes)
+
+
+def _changes(table: Ints) -> npt.NDArray[np.bool_]:
+    """Whether each row differs from the one before it; the first does."""
+    new = np.ones(len(table), bool)
     new[1:] = np.any(table[1:] != table[:-1], axis=1)
-    box = np.cumsum(new) - 1
-    alone, atom, of_box = atoms(boxes.take(np.flatnonzero(new)))
-    if len(atom) == len(alone) == int(new.sum()):
-        return _listed(alone, box, dtype, granule, [entry.processes for entry in entries])
-    return _merged(alone, (atom, of_box), (box, dtype, granule), entries)
+    return new
 
 
-def _merged(boxes: Boxes, covers: tuple[Ints, Ints], kinds: tuple[Ints, Ints, Ints], entries: list[_Entry]) -> Rows:
-    """Rows of boxes that were cut up: each takes the entries of all boxes that cover it."""
+def _granule(row: _Row) -> tuple[int, ...]:
+    """The granule of a row for all dims of its box."""
+    return (1,) * (len(row[2]) - len(row[5])) + row[5] if row[5] else ()
+
+
+def _joined(side: _Gathered, order: Ints, first: Ints) -> list[Processes]:
+    """The processes of each run of equal rows."""
+    who = [side.rows[row][6] for row in order.tolist()]
+    ends = [*first[1:].tolist(), len(who)]
+    return [
+        side.processes[who[a]] if b - a == 1 else tuple(p for i in who[a:b] for p in side.processes[i])
+        for a, b in zip(first.tolist(), ends, strict=False)
+    ]
+
+
+def _merged(
+    boxes: Boxes, covers: tuple[Ints, Ints], kinds: tuple[Ints, Ints, Ints], processes: list[Processes]
+) -> Rows:
+    """Rows of boxes that were cut up: each takes what all boxes that cover it have."""
     box, dtype, granule = kinds
     first = np.searchsorted(box, np.arange(int(box[-1]) + 2)).tolist()
-    rows: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
+    rows: dict[tuple[int, int], list[int]] = defaultdict(list)
     for atom, of_box in zip(covers[0].tolist(), covers[1].tolist(), strict=True):
         for entry in range(first[of_box], first[of_box + 1]):
-            into = rows.setdefault((atom, int(dtype[entry])), ([], []))
-            into[0].append(entry)
-            into[1].extend(entries[entry].processes)
+            rows[atom, int(dtype[entry])].append(entry)
     places = np.array(sorted(rows), np.int64)
-    granules = np.stack([np.lcm.reduce(granule[rows[atom, kind][0]], axis=0) for atom, kind in places.tolist()])
-    who = [rows[atom, kind][1] for atom, kind in places.tolist()]
+    entries = [rows[atom, kind] for atom, kind in places.tolist()]
+    granules = np.stack([np.lcm.reduce(granule[each], axis=0) for each in entries])
+    who = [tuple(p for entry in each for p in processes[entry]) for each in entries]
     return _listed(boxes, places[:, 0], places[:, 1], granules, who)
 
 
-def _listed(boxes: Boxes, box: Ints, dtype: Ints, granule: Ints, processes: list[list[int]]) -> Rows:
+def _listed(boxes: Boxes, box: Ints, dtype: Ints, granule: Ints, processes: list[Processes]) -> Rows:
     sets, who = intern(tuple(sorted(set(each))) for each in processes)
     return Rows(boxes, box, dtype, granule, who, sets)
 
