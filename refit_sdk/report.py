@@ -30,7 +30,7 @@ class Traffic:
 
 @frozen
 class EngineReport:
-    """The state of an engine after a push, the version that it serves (None: none yet), and the first cause if it failed."""
+    """An engine after a push: its state, the version that it serves (None: none yet), the first cause if it failed."""
 
     state: str
     version: int | None
