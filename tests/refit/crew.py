@@ -61,6 +61,14 @@ class Crew:
         self._stack.close()
 
 
+def meet(working: Sequence[Process], event: str) -> None:
+    """Wait until all have come to an event, and let them go on."""
+    for rank in working:
+        rank.expect(event)
+    for rank in working:
+        rank.go(event)
+
+
 @contextmanager
 def crew(size: int) -> Iterator[Crew]:
     """A crew that is gone at the end."""

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from attrs import field, frozen
 from bad_cases import Push, Said, Seat, busy, gives, join, seats, takes, takes_late, takes_rebinding
-from crew import Crew, Job, crew
+from crew import Crew, Job, crew, meet
 from models import Held, Model, Ranks, beside, spread
-from ranks import Process, free_rendezvous
+from ranks import free_rendezvous
 
 from refit_sdk.box import Box
 from refit_sdk.controller import RefitController
@@ -233,14 +233,6 @@ def pushing(
             meet(working, "next")
         meet(working, "last")
         return [rank.result() for rank in working]
-
-
-def meet(working: list[Process], event: str) -> None:
-    """Wait until all have come to an event, and let them go on."""
-    for rank in working:
-        rank.expect(event)
-    for rank in working:
-        rank.go(event)
 
 
 def test_a_finite_value_that_overflows_fails_the_push(ranks: Crew) -> None:
@@ -593,8 +585,8 @@ def test_nobody_listens() -> None:
 
 
 def test_an_address_that_is_not_of_this_host() -> None:
-    text = raised(RendezvousError, "source", "tcp://192.0.2.1:29600", token="secret")
-    assert "nobody answers at tcp://192.0.2.1:29600 after 1 s" in text
+    text = raised(RendezvousError, "source", "tcp://240.0.0.1:29600", token="secret")
+    assert "nobody answers at tcp://240.0.0.1:29600 after 1 s" in text
 
 
 def test_a_host_that_has_no_address() -> None:
@@ -674,17 +666,17 @@ def test_elsewhere_a_token_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     for variable in ("REFIT_TOKEN", "REFIT_TOKEN_FILE"):
         monkeypatch.delenv(variable, raising=False)
     for side in ("source", "target"):
-        text = raised(RendezvousError, side, "tcp://192.0.2.1:29600")
-        assert "tcp://192.0.2.1:29600 can be reached from other hosts and no token was given" in text
+        text = raised(RendezvousError, side, "tcp://240.0.0.1:29600")
+        assert "tcp://240.0.0.1:29600 can be reached from other hosts and no token was given" in text
         assert "pass token=, set REFIT_TOKEN" in text
         assert "insecure=True" in text
     monkeypatch.setenv("REFIT_TOKEN_FILE", str(tmp_path / "none"))
-    assert "REFIT_TOKEN_FILE" in raised(RendezvousError, "target", "tcp://192.0.2.1:29600")
+    assert "REFIT_TOKEN_FILE" in raised(RendezvousError, "target", "tcp://240.0.0.1:29600")
 
 
 def test_insecure_warns() -> None:
-    with pytest.warns(UserWarning, match=r"tcp://192\.0\.2\.1:29600 is open: insecure=True lets anybody"):
-        raised(RendezvousError, "target", "tcp://192.0.2.1:29600", insecure=True)
+    with pytest.warns(UserWarning, match=r"tcp://240\.0\.0\.1:29600 is open: insecure=True lets anybody"):
+        raised(RendezvousError, "target", "tcp://240.0.0.1:29600", insecure=True)
 
 
 @pytest.mark.parametrize(
