@@ -112,7 +112,7 @@ class Channel:
     """An authenticated connection that carries whole bodies. Sending is safe from any thread."""
 
     def __init__(self, sock: socket.socket, *, token: bytes, server: bool, seconds: float = HANDSHAKE_SECONDS) -> None:
-        """Prove the token to the other end, and have it prove it, in `seconds` a message. `RendezvousError` if it doesn't."""
+        """Prove the token to the other end and have it prove it, each message in `seconds`, or `RendezvousError`."""
         self._socket = sock
         self._connection = Connection(os.dup(sock.fileno()))
         self._lock = threading.Lock()

@@ -211,8 +211,23 @@ class Coordinator:
                     return
                 member.manifests[index] = body
                 self._changed = True
+        if message.kind == "push" and not self.membership.is_source(link) and self._lost_beside(link):
+            self._fault_beside(link)
+            return
         self._ready[link] = message
         self._open()
+
+    def _lost_beside(self, link: int) -> dict[str, str]:
+        """The ranks that the engine of this process lost, and why."""
+        names = {name for engine in self.membership.engines_of(link) for name in engine.missing()}
+        return {name: cause for name, cause in self.membership.lost.items() if name in names}
+
+    def _fault_beside(self, link: int) -> None:
+        """Nobody waits, unknowing, in an engine that lost a rank."""
+        lost = self._lost_beside(link)
+        causes = tuple(f"{name}: {cause}; bring it back, or reform" for name, cause in sorted(lost.items()))
+        engines = {engine.name: engine.verdict() for engine in self.membership.engines_of(link)}
+        self._send(link, Fault(error="PushError", causes=causes, failures=lost, engines=engines))
 
     def _open(self) -> None:
         """Open a round if anybody who is ready may: a source, or who calls for a reform."""
@@ -248,7 +263,18 @@ class Coordinator:
             return
         self._fresh.update(self.membership.engines)
         self._happen("changed")
-        self._form("reform", [name for name, engine in sorted(self.membership.engines.items()) if engine.is_complete])
+        whole = [name for name, engine in sorted(self.membership.engines.items()) if engine.is_complete]
+        if whole:
+            self._form("reform", whole)
+        else:
+            self._form_nothing()
+
+    def _form_nothing(self) -> None:
+        """No engine is whole, so there is nothing to plan: all wait for the next push that finds one."""
+        self._happen("formed")
+        self._changed, self._ends = True, None
+        waiting, self._ready = sorted(self._ready), {}
+        self._tell(waiting, messages.Formed(epoch=self.epoch, waiting=True))
 
     def _source_readies(self) -> list[tuple[int, Ready]]:
         links = [link for _, link in sorted(self.membership.sources.items())]

@@ -196,7 +196,7 @@ class Link(Message, frozen=True):
 
 
 class Formed(Message, frozen=True):
-    """The epoch stands. `waiting`: without this process, whose engine lacks a rank."""
+    """The epoch stands. `waiting`: without this process, whose engine lacks a rank, or that has no whole engine to serve."""
 
     epoch: int
     waiting: bool = False

@@ -4,8 +4,8 @@
 2. A push: prepare; look whether anything described has moved; say `Ready`; form an epoch if the rendezvous says so;
    on `Go`, run the program; install; check that as many bytes arrived as planned and that no address changed; say
    `Done`; and wait for the outcome.
-3. From `Go` to the outcome a target is fenced. It serves again if its engine committed, or was left untouched and served
-   before; torn or in doubt, it stays fenced.
+3. From `Go` to the outcome a target is fenced. It serves again if its engine committed, or if it served before and its
+   engine was left untouched; torn or in doubt, it stays fenced.
 
 >>> error_of("PushError", ("source[1]: it is gone",), failures={}, engines={"a": Verdict("torn", 3)})
 PushError('source[1]: it is gone; engine a is torn')

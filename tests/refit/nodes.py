@@ -17,15 +17,15 @@ from typing import Any
 import judge
 import torch
 import torch_fill
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 from models import Held, Model
-from ranks import PATIENCE, Process, Rank, running
+from ranks import PATIENCE, Process, Rank, running, start
 from refit_backends.gloo import GlooFabric
 
 from refit_sdk.box import Box
 from refit_sdk.controller import RefitController
 from refit_sdk.errors import FencedError
-from refit_sdk.messages import Done
+from refit_sdk.messages import Done, Ready
 from refit_sdk.session import RefitSession
 
 NAME, SHAPE = "model.layers.0.w", (64, 8)
@@ -224,8 +224,8 @@ class Node:
 
         def held(message: Any) -> None:
             send(message)
-            if isinstance(message, Done):
-                self.stage("confirmed")
+            if isinstance(message, (Ready, Done)):
+                self.stage("waiting" if isinstance(message, Ready) else "confirmed")
 
         client.send = held  # type: ignore[method-assign]
 
@@ -249,6 +249,10 @@ class Node:
         """Leave."""
         assert self.session is not None
         self.session.close()
+
+    def move_to(self, where: str) -> None:
+        """Join at another rendezvous from now on."""
+        self.place = evolve(self.place, where=where)
 
     def plan_ranks(self) -> list[str]:
         """The seats of the plan's world."""
@@ -339,7 +343,8 @@ def controller(rank: Rank, where: str, engines: tuple[str, ...], deadline: float
 class Cast:
     """The test's side of several nodes, by the names of their ranks."""
 
-    ranks: dict[str, Process] = field(factory=dict)
+    ranks: dict[str, Process]
+    starts: Callable[..., Process]
 
     def start(self, name: str, verb: str, *args: Any) -> None:
         """Tell a node a verb."""
@@ -369,9 +374,30 @@ class Cast:
             if name not in but and name != "controller"
         }
 
-    def push(self, version: int, *, but: Sequence[str] = (), require: Any = "all") -> dict[str, Told]:
-        """A whole push by all, except some."""
-        return self.together(self.verbs(version, but=but, require=require))
+    def push(
+        self, version: int, *, but: Sequence[str] = (), require: Any = "all", first: Sequence[str] = ()
+    ) -> dict[str, Told]:
+        """A whole push by all, except some. The `first` ones wait in it before the others begin."""
+        verbs = self.verbs(version, but=but, require=require)
+        for name in first:
+            self.ask(name, "holds", "waiting")
+            self.start(name, *verbs[name])
+            self.at_stage(name)
+            self.release(name)
+        for name in verbs.keys() - set(first):
+            self.start(name, *verbs[name])
+        return {name: self.told(name) for name in verbs}
+
+    def start_process(self, place: Place) -> None:
+        """A new process for a place, in the seat of the one that was lost."""
+        self.ranks[str(place)] = self.starts(node, (place,))
+
+    def add(self, place: Place) -> Told:
+        """A new process that joins."""
+        self.start_process(place)
+        told = self.ask(str(place), "join")
+        assert told.raised == "", told.text
+        return told
 
     def at_stage(self, name: str) -> None:
         """Wait until a node is held at its stage."""
@@ -390,8 +416,10 @@ def cast(places: Sequence[Place], *, controlled: bool = False, join: bool = True
     if controlled:
         engines = tuple(sorted({place.engine for place in places if place.engine}))
         bodies.append((controller, (first.where, engines, first.deadline, first.heartbeat)))
-    with running(bodies) as processes:
-        made = Cast(dict(zip([*map(str, places), "controller"], processes, strict=False)))
+    with running([]) as processes:
+        made = Cast({}, lambda body, args: start(processes, body, args))
+        for name, (body, args) in zip([*map(str, places), "controller"], bodies, strict=False):
+            made.ranks[name] = made.starts(body, args)
         if controlled:
             made.ranks["controller"].expect("hosts")
         if join:

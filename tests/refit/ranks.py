@@ -154,18 +154,24 @@ class Process:
         self.pipe.close()
 
 
+def start(started: list[Process], body: Callable[..., Any], args: tuple[Any, ...]) -> Process:
+    """Start one more of the processes that `running` sees to."""
+    made = context()
+    here, there = made.Pipe()
+    process = made.Process(target=_run, args=(len(started), there, body, args))
+    process.start()
+    there.close()
+    started.append(Process(process, here))
+    return started[-1]
+
+
 @contextmanager
 def running(bodies: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> Iterator[list[Process]]:
     """Start a process for each (body, args); whatever happens, none is left."""
-    made = context()
     started: list[Process] = []
     try:
-        for number, (body, args) in enumerate(bodies):
-            here, there = made.Pipe()
-            process = made.Process(target=_run, args=(number, there, body, args))
-            process.start()
-            there.close()
-            started.append(Process(process, here))
+        for body, args in bodies:
+            start(started, body, args)
         yield started
     finally:
         for each in started:

@@ -87,13 +87,21 @@ def unfenced(heard: dict[str, Told]) -> list[str]:
     ]
 
 
-def check(heard: dict[str, Told], victim: str, *, named: str = "", serves: Iterable[str] = ()) -> None:
+def check(
+    heard: dict[str, Told],
+    victim: str,
+    *,
+    named: str = "",
+    serves: str = "",
+    may_serve: str = "",
+    before: str = "poison",
+) -> None:
     """All have raised and named the victim, but those of engines that committed; and nothing untrue was said."""
-    silent = [name for name, told in heard.items() if not told.raised]
+    silent = [name for name, told in heard.items() if not told.raised and name[0] not in may_serve]
     assert silent == [name for name in heard if name[0] in serves]
     unnamed = {name: told.text for name, told in heard.items() if told.raised and (named or victim) not in told.text}
     assert unnamed == {}
-    assert untruths(heard, before="poison", version=1) == []
+    assert untruths(heard, before=before, version=int(before) + 1 if before.isdigit() else 1) == []
     assert unfenced(heard) == []
 
 
@@ -125,8 +133,8 @@ def test_joining(stage: str, victim: str, how: str) -> None:
 
 
 PUSHING = [
-    *((stage, victim) for stage in ("preparing", "moving", "confirmed") for victim in ("source[0]", "source[1]")),
-    *((stage, "a[1]") for stage in ("looking", "moving", "installing", "confirmed")),
+    *((stage, victim) for stage in ("preparing", "moving") for victim in ("source[0]", "source[1]")),
+    *((stage, "a[1]") for stage in ("looking", "moving", "installing")),
 ]
 
 
@@ -135,26 +143,53 @@ PUSHING = [
 def test_pushing(stage: str, victim: str, how: str) -> None:
     with cast(places()) as crew:
         crew.ask(victim, "holds", stage, 4 if stage == "moving" else 1)
-        held_back = [name for name in ("a[0]", "b[0]") if stage == "confirmed"]
-        for name in held_back:
-            crew.ask(name, "holds", "installing")
         for name, verb in crew.verbs(1).items():
             crew.start(name, *verb)
-        for name in (*held_back, victim):
-            crew.at_stage(name)
+        crew.at_stage(victim)
         struck = strike(crew, victim, how)
-        for name in held_back if how == "killed" else ():
-            crew.release(name)
-        heard = hear(crew, [name for name in others(victim) if how == "killed" or name not in held_back], struck)
-        for name in held_back if how == "stopped" else ():
-            crew.release(name)
-            heard[name] = crew.told(name)
+        heard = hear(crew, others(victim), struck)
         check(heard, victim, serves="b" if victim == "a[1]" and stage not in ("looking",) else "")
         if victim != "source[0]":
             expected = "untouched" if stage in ("preparing", "looking") else "torn"
             assert {told.engines["a"] for name, told in heard.items() if name[0] in "sa"} == {expected}
         if how == "stopped":
             go_on(crew, victim)
+
+
+@pytest.mark.parametrize("victim", ["source[0]", "source[1]", "a[1]"])
+def test_killed_after_it_confirmed_while_its_engine_has_not(victim: str) -> None:
+    with cast(places()) as crew:
+        crew.ask(victim, "holds", "confirmed")
+        held_back = ["a[0]", "b[0]"]
+        for name in held_back:
+            crew.ask(name, "holds", "installing")
+        for name, verb in crew.verbs(1).items():
+            crew.start(name, *verb)
+        for name in (*held_back, victim):
+            crew.at_stage(name)
+        struck = strike(crew, victim, "killed")
+        for name in held_back:
+            crew.release(name)
+        heard = hear(crew, others(victim), struck)
+        check(heard, victim, serves="b" if victim == "a[1]" else "")
+        if victim != "source[0]":
+            assert {told.engines["a"] for name, told in heard.items() if name[0] in "sa"} == {"torn"}
+
+
+@pytest.mark.parametrize("victim", ["source[1]", "a[1]"])
+def test_stopped_after_it_confirmed_the_push_is_complete_and_the_next_one_names_it(victim: str) -> None:
+    with cast(places()) as crew:
+        crew.ask(victim, "holds", "confirmed")
+        for name, verb in crew.verbs(1).items():
+            crew.start(name, *verb)
+        crew.at_stage(victim)
+        strike(crew, victim, "stopped")
+        heard = {name: crew.told(name) for name in others(victim)}
+        assert {told.raised for told in heard.values()} == {""}
+        assert untruths(heard, before="poison", version=1) == []
+        heard = crew.push(2, but=[victim])
+        check(heard, victim, before="1")
+        go_on(crew, victim)
 
 
 @pytest.mark.parametrize("how", SIGNALS)
@@ -169,4 +204,82 @@ def test_the_controller_while_a_rank_is_at(stage: str, how: str) -> None:
         heard = hear(crew, others("a[1]"), struck)
         crew.release("a[1]")
         heard["a[1]"] = crew.told("a[1]")
-        check(heard, "the controller", serves="b" if stage in ("installing", "confirmed") else "")
+        check(heard, "the controller", may_serve="b")
+
+
+@pytest.mark.parametrize("victim", ["source[1]", "a[1]"])
+def test_a_rank_that_beats_but_does_not_move_is_named_when_the_deadline_passes(victim: str) -> None:
+    made = [evolve(place, deadline=2.0, heartbeat=60.0) for place in places()]
+    with cast(made) as crew:
+        crew.ask(victim, "holds", "moving", 4)
+        for name, verb in crew.verbs(1).items():
+            crew.start(name, *verb)
+        crew.at_stage(victim)
+        heard = hear(crew, others(victim), time.monotonic())
+        check(heard, victim, serves="b" if victim == "a[1]" else "")
+        crew.release(victim)
+        assert crew.told(victim).raised == "PushError"
+
+
+def replicas(*engines: str, plain: str = "") -> list[Place]:
+    """Two sources that both hold everything, and engines of one rank each."""
+    where = free_rendezvous()
+    made = [Place(where=where, rank=r, size=2, held=whole(), engines=engines) for r in range(2)]
+    made += [Place(where=where, engine=e, rank=0, size=1, held=whole(), plain=e == plain) for e in engines]
+    return [evolve(place, deadline=DEADLINE, heartbeat=HEARTBEAT) for place in made]
+
+
+@pytest.mark.parametrize(("stage", "state"), [("moving", "torn"), ("preparing", "untouched")])
+def test_a_plain_module_refuses_its_forward_only_while_torn(stage: str, state: str) -> None:
+    with cast(replicas("b", plain="b")) as crew:
+        assert crew.push(1)["b[0]"].content == "1"
+        crew.ask("source[1]", "holds", stage, 3 if stage == "moving" else 1)
+        for name, verb in crew.verbs(2).items():
+            crew.start(name, *verb)
+        crew.at_stage("source[1]")
+        strike(crew, "source[1]", "killed")
+        heard = {name: crew.told(name) for name in ("source[0]", "b[0]")}
+        assert {told.engines["b"] for told in heard.values()} == {state}
+        refusal = crew.ask("b[0]", "serves").value
+        assert ("fenced" in refusal) == (state == "torn")
+        crew.together({name: ("reform",) for name in ("source[0]", "b[0]")})
+        assert crew.ask("b[0]", "serves").value == refusal
+        after = crew.push(3, but=["source[1]"])
+        assert after["b[0]"].content == "3"
+        assert crew.ask("b[0]", "serves").value == ""
+
+
+@pytest.mark.parametrize("require", ["all", 1])
+def test_an_engine_whose_install_raises_is_torn_and_the_other_commits(require: object) -> None:
+    made = [evolve(p, breaks="no kernel for this shape") if p.engine == "c" else p for p in replicas("b", "c")]
+    with cast(made) as crew:
+        heard = crew.push(1, require=require)
+        raised = {name: told.raised for name, told in heard.items()}
+        sources = "PushError" if require == "all" else ""
+        assert raised == {"source[0]": sources, "source[1]": sources, "b[0]": "", "c[0]": "PushError"}
+        for told in (heard["source[0]"], heard["source[1]"]):
+            assert told.engines == {"b": "complete", "c": "torn"}
+            assert require == 1 or "no kernel for this shape" in told.text
+        assert "no kernel for this shape" in heard["c[0]"].text
+        assert heard["c[0]"].fenced
+        assert (heard["b[0]"].content, heard["b[0]"].fenced) == ("1", None)
+        crew.ask("c[0]", "mends")
+        heard = crew.push(2)
+        assert {(told.raised, told.content, told.fenced) for told in heard.values() if told.content} == {
+            ("", "2", None)
+        }
+
+
+def test_versions_only_go_up_and_all_sources_push_the_same() -> None:
+    with cast(replicas("b")) as crew:
+        assert {told.raised for told in crew.push(37).values()} == {""}
+        again = crew.push(37, first=["b[0]"])
+        assert {(told.raised, told.engines["b"]) for told in again.values()} == {("PushError", "untouched")}
+        crew.ask("b[0]", "holds", "waiting")
+        crew.start("b[0]", "receive")
+        crew.at_stage("b[0]")
+        crew.release("b[0]")
+        differing = crew.together({"source[0]": ("push", 38), "source[1]": ("push", 39)}) | {"b[0]": crew.told("b[0]")}
+        assert {told.raised for told in differing.values()} == {"PushError"}
+        assert "source[0] pushes 38" in differing["b[0]"].text
+        assert {told.raised for told in crew.push(40).values()} == {""}
