@@ -6,41 +6,30 @@
    `Done`; and wait for the outcome.
 3. From `Go` to the outcome a target is fenced. It serves again if its engine committed, or if it served before and its
    engine was left untouched; torn or in doubt, it stays fenced.
-
->>> error_of("PushError", ("source[1]: it is gone",), failures={}, engines={"a": Verdict("torn", 3)})
-PushError('source[1]: it is gone; engine a is torn')
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
-from attrs import define, field, frozen
+from attrs import frozen
 
-from refit_sdk import __version__, errors, messages
+from refit_sdk import __version__, messages
 from refit_sdk import manifest as wire
 from refit_sdk.agreement import Sums
 from refit_sdk.control import Client
-from refit_sdk.errors import (
-    PlanError,
-    PluginError,
-    PushError,
-    RefitError,
-    RendezvousError,
-    SessionClosed,
-    UnsupportedMoveError,
-)
-from refit_sdk.executor import Executor, Moved
-from refit_sdk.fabric import Deadline, Fabric, FabricError, Group
-from refit_sdk.messages import Done, Down, EngineDone, Fault, Form, Go, Link, Outcome, Verdict
+from refit_sdk.errors import PushError, RefitError, RendezvousError, SessionClosed
+from refit_sdk.executor import Moved
+from refit_sdk.fabric import Fabric, FabricError
+from refit_sdk.messages import Done, Down, EngineDone, Fault, Form, Go, Link, Outcome
+from refit_sdk.mover import Mover, Standing
 from refit_sdk.plan import Plan
-from refit_sdk.program import Program
+from refit_sdk.raising import causes_of, error_of, telling
 from refit_sdk.report import EngineReport, PushReport, Traffic
-from refit_sdk.seat import Held
+from refit_sdk.seat import Gate, Held
 from refit_sdk.states import PushState
 from refit_sdk.world import World
 
@@ -59,18 +48,6 @@ class Install:
     error: Exception | None
 
 
-@define(eq=False)
-class _Standing:
-    """What was agreed on in this epoch."""
-
-    epoch: int
-    plan: Plan
-    process: int
-    fresh: tuple[str, ...]
-    programs: dict[frozenset[str], Program] = field(factory=dict)
-    executors: dict[frozenset[str], Executor] = field(factory=dict)
-
-
 class Participant:
     """One process of a session: at most one seat on each side."""
 
@@ -85,15 +62,10 @@ class Participant:
     ) -> None:
         self._source = source
         self._target = target
+        self._gate = Gate(target)
         self._planner = planner
-        self._fabric = fabric
-        self._standing: _Standing | None = None
-        self._groups: dict[str, Group] = {}
-        self._lock = threading.Lock()
-        self._drops: dict[int, dict[str, str]] = {}
-        self._running: tuple[int, Executor] | None = None
+        self._mover = Mover(fabric)
         self._deadline = 0.0
-        self._held_back = self._served = False
         self._closed: SessionClosed | None = None
         self._left = False
         self._client = client_of(self._urgent)
@@ -106,7 +78,7 @@ class Participant:
     @property
     def plan(self) -> Plan | None:
         """The plan of the current epoch; None for a late rank before its first push."""
-        return self._standing.plan if self._standing is not None else None
+        return self._mover.standing.plan if self._mover.standing is not None else None
 
     @property
     def client(self) -> Client:
@@ -115,16 +87,10 @@ class Participant:
 
     def _urgent(self, message: Down) -> None:
         """Act on what can't wait for this rank's turn. Called on the reader's thread."""
-        with self._lock:
-            if isinstance(message, messages.Drop):
-                self._drops.setdefault(message.push, {}).setdefault(message.engine, message.cause)
-                if self._running is not None and self._running[0] == message.push:
-                    self._running[1].drop(message.engine, message.cause)
-            elif isinstance(message, messages.Closed):
-                for engine, group in self._groups.items():
-                    if self._running is not None:
-                        self._running[1].drop(engine, message.reason)
-                    group.abort(message.reason)
+        if isinstance(message, messages.Drop):
+            self._mover.drop(message.push, message.engine, message.cause)
+        elif isinstance(message, messages.Closed):
+            self._mover.abort(message.reason)
 
     def join(
         self,
@@ -159,7 +125,7 @@ class Participant:
             case other:
                 raise RendezvousError(f"the rendezvous answered {type(other).__name__} to the first message")
         if late:
-            self._hold_back("it joined late: it serves from the next push on")
+            self._gate.hold("it joined late: it serves from the next push on")
         else:
             self._round(bounded=True)
 
@@ -209,65 +175,35 @@ class Participant:
         except RefitError as error:
             causes = causes_of(error)
             if isinstance(error, FabricError) and error.peer is not None:
-                causes = (f"{self._name(error.peer)}: {error}",)
+                causes = (f"{self._mover.name(error.peer)}: {error}",)
             self._say(messages.Failed(epoch=epoch, error=type(error).__name__, causes=causes))
-
-    def _name(self, process: int) -> str:
-        """The names of a process's ranks."""
-        seats = self.plan.world.seats if self.plan is not None else ()
-        return "+".join(str(seat) for seat in seats if seat.process == process) or f"process {process}"
 
     def _plan(self, form: Form) -> None:
         world = wire.decode_world(form.world)
         claims = {(held.claim.side, held.claim.engine, held.claim.rank) for held in self.held}
         process = next(s.process for s in world.seats if (s.side, s.engine, s.rank) in claims)
         digest, plan = self._planner(world, form.settings)
-        self._standing = _Standing(form.epoch, plan, process, form.fresh)
+        self._mover.standing = Standing(form.epoch, plan, process, form.fresh)
         self._say(messages.Planned(epoch=form.epoch, input_digest=digest, plan_digest=plan.digest))
 
     def _link(self, link: Link, *, sums: bool) -> None:
-        standing = self._standing
-        assert standing is not None
-        mine = self._members(standing)
-        for engine in [name for name in self._groups if name not in mine or name in standing.fresh]:
-            self._groups.pop(engine).close()
-        for engine in sorted(mine.keys() - self._groups.keys()):
-            self._connect(standing, engine, mine[engine])
+        self._mover.connect(self._client, timeout=self._deadline)
         parts = self._sums() if sums else ()
         self._say(messages.Linked(epoch=link.epoch, sums=parts))
 
-    def _connect(self, standing: _Standing, engine: str, members: list[int]) -> None:
-        group = self._fabric.connect(
-            group=f"{standing.epoch}/{engine}",
-            members=members,
-            process=standing.process,
-            store=self._client,
-            timeout=self._deadline,
-        )
-        with self._lock:
-            self._groups[engine] = group
-
-    def _members(self, standing: _Standing) -> dict[str, list[int]]:
-        """The engines whose groups this process is in, each with its members."""
-        world = standing.plan.world
-        found = {}
-        for engine in world.engines:
-            members = {s.process for s in world.seats if s.side == "source" or s.engine == engine}
-            if standing.process in members:
-                found[engine] = sorted(members)
-        return found
-
     def _sums(self) -> Sums:
-        if self._source is None or self._standing is None:
+        standing = self._mover.standing
+        if self._source is None or standing is None:
             return ()
-        return self._source.sums(self._standing.plan, process=self._standing.process)
+        return self._source.sums(standing.plan, process=standing.process)
 
     def push(self, *, version: int | None, require: int = 0, released: Callable[[], None] | None = None) -> PushReport:
         """One push from this process's side: `version` for sources; targets take what comes (None).
 
         `released` is called when the sources may change their values again. Raises what went wrong.
         """
-        begun, self._served = time.perf_counter(), False
+        begun = time.perf_counter()
+        self._gate.served = False
         for held in self.held:
             held.prepare()
         self._refresh()
@@ -281,8 +217,8 @@ class Participant:
     def _refresh(self) -> None:
         """Describe again what was rebound since. Executors are bound to the old views, so they go."""
         moved = [held.refresh() for held in self.held]
-        if any(moved) and self._standing is not None:
-            self._standing.executors.clear()
+        if any(moved):
+            self._mover.forget()
 
     def _gather(self, version: int | None, require: int) -> Go:
         bodies = tuple(held.changed_body() for held in self.held)
@@ -300,17 +236,16 @@ class Participant:
         self._say(messages.Ready(kind="reform", manifests=bodies))
         formed = self._round(bounded=True)
         if isinstance(formed, messages.Formed) and formed.waiting:
-            self._standing = None
-            self._hold_back("its engine lacks a rank: it serves from the next push after that rank is back")
+            self._mover.standing = None
+            self._gate.hold("its engine lacks a rank: it serves from the next push after that rank is back")
 
     def _deliver(self, go: Go, *, agree: float, released: Callable[[], None] | None) -> PushReport:
-        mine = frozenset(name for name in go.engines if name in self._groups)
+        mine = self._mover.mine(go.engines)
         taking = self._target is not None and self._target.claim.engine in mine
         if taking:
-            self._served = not self._held_back
-            self._hold_back(f"the push of version {go.version} hasn't been committed here")
-        executor = self._executor(mine)
-        moved = self._run(go, executor)
+            self._gate.served = not self._gate.held
+            self._gate.hold(f"the push of version {go.version} hasn't been committed here")
+        moved = self._run(go, mine)
         if released is not None:
             released()
         begun = time.perf_counter()
@@ -323,44 +258,19 @@ class Participant:
             "install": installed - begun,
             "commit": time.perf_counter() - installed,
         }
-        windows = len(self._program(mine).windows)
+        windows = len(self._mover.program(mine).windows)
         return self._conclude(outcome, seconds=seconds, windows=windows, install=install)
 
-    def _program(self, engines: frozenset[str]) -> Program:
-        standing = self._standing
-        assert standing is not None
-        if engines not in standing.programs:
-            standing.programs[engines] = standing.plan.program(standing.process).only(engines)
-        return standing.programs[engines]
-
-    def _executor(self, engines: frozenset[str]) -> Executor:
-        standing = self._standing
-        assert standing is not None
-        if engines not in standing.executors:
-            standing.executors[engines] = Executor(
-                self._program(engines),
-                sources=self._source.views if self._source is not None else None,
-                targets=self._target.views if self._target is not None else None,
-                groups={name: group for name, group in self._groups.items() if name in engines},
-            )
-        return standing.executors[engines]
-
-    def _run(self, go: Go, executor: Executor) -> Moved:
-        with self._lock:
-            self._running = (go.push, executor)
-            for name, cause in self._drops.pop(go.push, {}).items():
-                executor.drop(name, cause)
+    def _run(self, go: Go, mine: frozenset[str]) -> Moved:
+        source = self._source.views if self._source is not None else None
+        target = self._target.views if self._target is not None else None
         try:
-            return executor.run(Deadline.after(self._deadline))
+            executor = self._mover.executor(mine, sources=source, targets=target)
+            return self._mover.run(go.push, executor, seconds=self._deadline)
         except BaseException as error:
             cause = f"{type(error).__name__}: {error}"
-            lost = {name: EngineDone(0, 0, cause, mutated=True) for name in go.engines if name in self._groups}
-            self._say(Done(push=go.push, engines=lost))
+            self._say(Done(push=go.push, engines={name: EngineDone(0, 0, cause, mutated=True) for name in mine}))
             raise
-        finally:
-            with self._lock:
-                self._running = None
-                self._drops.clear()
 
     def _install(self, go: Go, moved: Moved) -> Install:
         """Let the adapter install, and look at what must hold before this rank confirms."""
@@ -369,7 +279,7 @@ class Participant:
         engine = target.claim.engine
         if engine in moved.failed:
             return Install(moved.failed[engine], None)
-        expected = self._program(frozenset(name for name in go.engines if name in self._groups)).arriving(engine)
+        expected = self._mover.program(self._mover.mine(go.engines)).arriving(engine)
         if moved.arrived.get(engine, 0) != expected:
             return Install(f"{moved.arrived.get(engine, 0)} bytes arrived, the plan has {expected}", None)
         try:
@@ -384,10 +294,10 @@ class Participant:
         """Say what was done, and hear how it ended. Cut off from the rendezvous, say so truthfully instead."""
         own = self._target.claim.engine if self._target is not None else None
         done = {}
-        for name in (name for name in go.engines if name in self._groups):
+        for name in sorted(self._mover.mine(go.engines)):
             mutated = name == own and (name in moved.mutated or (install is not None and install.error is not None))
             cause = install.cause if install is not None and name == own else moved.failed.get(name, "")
-            lost = self._name(moved.lost[name]) if name in moved.lost else ""
+            lost = self._mover.name(moved.lost[name]) if name in moved.lost else ""
             if lost:
                 cause = f"{'+'.join(str(held.claim) for held in self.held)} {cause}"
             done[name] = EngineDone(moved.sent.get(name, 0), moved.arrived.get(name, 0), cause, mutated, lost)
@@ -418,15 +328,13 @@ class Participant:
     def _cut_off(self, error: RefitError, state: PushState) -> PushError:
         """The error of a rank that can't hear the rendezvous any more, its engine fenced if need be."""
         if state is PushState.UNTOUCHED:
-            self._open_again()
+            self._gate.open_again()
         else:
-            self._hold_back(f"{state}: {error}")
+            self._gate.hold(f"{state}: {error}")
         own = self._target.claim.engine if self._target is not None else None
         engines = self.plan.world.engines if self.plan is not None else ()
         told = {name: str(state) for name in engines if own in (None, name)}
-        return PushError(
-            f"{error}; {_telling(told)}", failures={self._client.host.strip(","): str(error)}, engines=told
-        )
+        return PushError(f"{error}; {telling(told)}", failures={self._client.host.strip(","): str(error)}, engines=told)
 
     def _conclude(
         self, outcome: Outcome, *, seconds: Mapping[str, float], windows: int, install: Install | None
@@ -434,9 +342,9 @@ class Participant:
         verdict = outcome.engines.get(self._target.claim.engine) if self._target is not None else None
         if self._target is not None and verdict is not None:
             if verdict.state == PushState.COMPLETE:
-                self._open()
+                self._gate.open()
             elif verdict.state == PushState.UNTOUCHED:
-                self._open_again()
+                self._gate.open_again()
         report = PushReport(
             version=outcome.version,
             seconds=dict(seconds),
@@ -450,26 +358,9 @@ class Participant:
         error = error_of("PushError", causes, failures=outcome.failures, engines=outcome.engines)
         raise error from (install.error if install is not None else None)
 
-    def _hold_back(self, reason: str) -> None:
-        """Fence until a full push succeeds, or until it's known that this one changed nothing."""
-        if self._target is not None:
-            self._held_back = True
-            self._target.fence(reason)
-
-    def _open(self) -> None:
-        if self._target is not None:
-            self._held_back = False
-            self._target.unfence()
-
-    def _open_again(self) -> None:
-        """End the fence of this push, which changed nothing; one that was there before stays."""
-        if self._served:
-            self._open()
-
     def release(self) -> None:
         """Free the window buffers; the next push makes new ones."""
-        for executor in self._standing.executors.values() if self._standing is not None else ():
-            executor.release()
+        self._mover.release()
 
     def close(self, reason: str = "") -> None:
         """Leave, normally or for a reason, and free everything. A second call does nothing."""
@@ -479,42 +370,4 @@ class Participant:
         with contextlib.suppress(RefitError):
             self._client.send(messages.Leave(reason=reason))
         self._client.close()
-        self._standing = None
-        for group in self._groups.values():
-            group.abort("this session is closed")
-            group.close()
-
-
-def error_of(
-    error: str, causes: Iterable[str], *, failures: Mapping[str, str], engines: Mapping[str, Verdict]
-) -> RefitError:
-    """The error to raise for what the rendezvous says went wrong."""
-    told = tuple(causes)
-    if error == "PlanError":
-        return PlanError(told)
-    if error == "UnsupportedMoveError":
-        return UnsupportedMoveError(told[0], transport=told[1], need=told[2])
-    if error == "PluginError":
-        return PluginError(told[0], plugin=told[1])
-    if error in ("RendezvousError", "LayoutError"):
-        return getattr(errors, error)("; ".join(told))  # type: ignore[no-any-return]
-    states = {name: verdict.state for name, verdict in sorted(engines.items())}
-    message = "; ".join((*told, _telling(states))) if states else "; ".join(told)
-    return PushError(message, failures=failures, engines=states)
-
-
-def causes_of(error: RefitError) -> tuple[str, ...]:
-    """What `error_of` needs to make the same error elsewhere."""
-    match error:
-        case PlanError(violations=violations):
-            return violations
-        case UnsupportedMoveError(transport=transport, need=need):
-            return str(error), transport, need
-        case PluginError(plugin=plugin):
-            return str(error), plugin
-        case _:
-            return (str(error),)
-
-
-def _telling(engines: Mapping[str, str]) -> str:
-    return ", ".join(f"engine {name} is {state}" for name, state in sorted(engines.items())) or "no engine was touched"
+        self._mover.close()

@@ -94,9 +94,11 @@ class Held:
 
     def sums(self, plan: Plan, *, process: int) -> Sums:
         """This source's parts of the digests of tensors that a target ties, read now."""
-        return tuple(
-            (*check.names, *(self._digest(check, name, process) for name in check.names)) for check in plan.tied_checks
-        )
+        sums = []
+        for check in plan.tied_checks:
+            name, other = check.names
+            sums.append((name, other, self._digest(check, name, process), self._digest(check, other, process)))
+        return tuple(sums)
 
     def _digest(self, check: TiedCheck, name: str, process: int) -> int:
         boxes = [share.box for share in check.shares if (share.process, share.name) == (process, name)]
@@ -107,6 +109,32 @@ class Held:
         """Views that have each element of the box once, where this rank may store some of it twice."""
         parts: list[tuple[Box, Any]] = []
         for part, view in self.views.find(name, box):
-            for rest in subtract(part, [taken for taken, _ in parts]):
-                parts.append((rest, view[rest.relative_to(part).slices()]))
+            new = subtract(part, [taken for taken, _ in parts])
+            parts += [(rest, view[rest.relative_to(part).slices()]) for rest in new]
         return parts
+
+
+class Gate:
+    """A target's fence over several pushes. `held`: it is fenced; `served`: it wasn't, when the current push began."""
+
+    def __init__(self, target: Held | None) -> None:
+        """A process without a target has nothing to fence; then all verbs do nothing."""
+        self._target = target
+        self.held = self.served = False
+
+    def hold(self, reason: str) -> None:
+        """Fence until a full push succeeds, or until it's known that this one changed nothing."""
+        if self._target is not None:
+            self.held = True
+            self._target.fence(reason)
+
+    def open(self) -> None:
+        """Serve, after a version was committed."""
+        if self._target is not None:
+            self.held = False
+            self._target.unfence()
+
+    def open_again(self) -> None:
+        """End the fence of this push, which changed nothing; one that was there before stays."""
+        if self.served:
+            self.open()

@@ -23,7 +23,7 @@ ROOMS = {
     "windows summary cost routes plan",
     "moving": "adapter fabric executor binding bits device narrowing",
     "protocol": "fold views manifest messages control membership agreement states push verify report seat participant "
-    "coordinator hub",
+    "coordinator hub raising mover gathering",
     "doors": "hookspecs interface offers plugins",
     "façades": "joining session controller",
     "shell": "cli render testing demo",
@@ -207,7 +207,7 @@ def test_every_module_imports_where_nothing_but_our_dependencies_is() -> None:
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.name)
 def test_frameworks_are_imported_inside_functions(module: Module) -> None:
-    allowed = {*sys.stdlib_module_names, "attrs", "msgspec", "numpy", "pluggy", "rich", "safetensors", "torch", "typer"}
+    allowed = {*sys.stdlib_module_names, "attrs", "click", "msgspec", "numpy", "pluggy", "rich", "safetensors", "torch"}
     if module.name.startswith("refit_sdk.testing"):
         allowed |= {"pytest", "hypothesis", "ml_dtypes"}
     packages = {name.split(".")[0] for name, at_import in module.imports if at_import}

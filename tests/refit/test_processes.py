@@ -343,7 +343,7 @@ def releases(_: Rank, where: str, engine: str) -> list[int]:
 
 
 def held_bytes(session: RefitSession) -> int:
-    standing = session._participant._standing
+    standing = session._participant._mover.standing
     assert standing is not None
     return sum(each.buffer_nbytes for each in standing.executors.values())
 

@@ -100,7 +100,7 @@ class Watch:
 def measured(session: RefitSession, model: Model, watch: Watch) -> Seen:
     """Everything, after a push."""
     gc.collect()
-    standing = session._participant._standing
+    standing = session._participant._mover.standing
     assert standing is not None
     return Seen(
         calls=dict(watch.calls),
