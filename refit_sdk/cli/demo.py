@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
+from click.exceptions import Exit
 
 from refit_sdk.errors import RefitError
 
@@ -21,46 +22,35 @@ if TYPE_CHECKING:
     from refit_sdk.demo.run import Options
 
 
-def demo(
-    sources: Annotated[int, typer.Option(help="Trainer processes.")] = 4,
-    targets: Annotated[int, typer.Option(help="Generating processes, tensor parallel.")] = 2,
-    pushes: Annotated[int, typer.Option(help="Pushes, with an optimizer step before each.")] = 5,
-    size: Annotated[str | None, typer.Option(help="tiny, small or medium.", show_default="small")] = None,
-    tied: Annotated[
-        bool | None, typer.Option("--tied/--untied", help="Head tied to the embedding.", show_default="tied")
-    ] = None,
-    checkpoint: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Start from a Hugging Face directory: Llama, Qwen2 or Qwen3.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of first weights and data.")] = 0,
-    timeout: Annotated[float, typer.Option(help="Seconds for the whole run.")] = 300.0,
-    mixed_precision: Annotated[
-        bool, typer.Option("--mixed-precision", help="Trainers compute in bfloat16 over float32 masters.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of the table.")] = False,
-) -> None:
+@click.command(context_settings={"show_default": True})
+@click.option("--sources", type=int, default=4, help="Trainer processes.")
+@click.option("--targets", type=int, default=2, help="Generating processes, tensor parallel.")
+@click.option("--pushes", type=int, default=5, help="Pushes, with an optimizer step before each.")
+@click.option("--size", show_default="small", help="tiny, small or medium.")
+@click.option("--tied/--untied", default=None, show_default="tied", help="Head tied to the embedding.")
+@click.option(
+    "--checkpoint",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Start from a Hugging Face directory: Llama, Qwen2 or Qwen3.",
+)
+@click.option("--seed", type=int, default=0, help="Of first weights and data.")
+@click.option("--timeout", type=float, default=300.0, help="Seconds for the whole run.")
+@click.option("--mixed-precision", is_flag=True, help="Trainers compute in bfloat16 over float32 masters.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of the table.")
+def demo(*, as_json: bool, **asked: Any) -> None:
     """Train in some processes, generate in others, and push the weights across, each element checked."""
     from refit_sdk.demo.processes import CrewError, signals_exit
     from refit_sdk.demo.run import Options
 
     try:
-        options = Options(
-            sources=sources,
-            targets=targets,
-            pushes=pushes,
-            size=size,
-            tied=tied,
-            checkpoint=checkpoint,
-            seed=seed,
-            timeout=timeout,
-            mixed_precision=mixed_precision,
-        )
+        options = Options(**asked)
         with signals_exit():
             right = _run(options, as_json=as_json)
     except RefitError as error:
-        typer.echo(f"refit demo: {error}", err=True)
-        raise typer.Exit(1 if isinstance(error, CrewError) else 2) from error
-    raise typer.Exit(0 if right else 1)
+        click.echo(f"refit demo: {error}", err=True)
+        raise Exit(1 if isinstance(error, CrewError) else 2) from error
+    raise Exit(0 if right else 1)
 
 
 def _run(options: Options, *, as_json: bool) -> bool:
@@ -69,7 +59,7 @@ def _run(options: Options, *, as_json: bool) -> bool:
 
     with closing(run_demo(options)) as running:
         rows = list(running if as_json else _shown(running, options))
-    typer.echo(document(rows) if as_json else verdict(rows))
+    click.echo(document(rows) if as_json else verdict(rows))
     return len(rows) == options.pushes and all(row.ok for row in rows)
 
 
@@ -84,7 +74,7 @@ def _plain(running: Iterator[Row]) -> Iterator[Row]:
     from refit_sdk.render.demo import line
 
     for row in running:
-        typer.echo(line(row))
+        click.echo(line(row))
         yield row
 
 

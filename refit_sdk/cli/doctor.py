@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-from typing import Annotated
 
-import typer
+import click
+from click.exceptions import Exit
 from rich.console import Console
 
 from refit_sdk import __version__
@@ -25,31 +25,21 @@ _KINDS_OF_OPTION = {
     "paper_layout": ("paper_layout",),
     "observer": ("observer",),
 }
-_Name = Annotated[str | None, typer.Option(metavar="NAME", show_default=False)]
+_OPTIONS = [click.Option([f"--{option.replace('_', '-')}"], metavar="NAME") for option in _KINDS_OF_OPTION]
 
 
-def doctor(
-    adapter: _Name = None,
-    transport: _Name = None,
-    fabric: _Name = None,
-    engine_control: _Name = None,
-    paper_layout: _Name = None,
-    observer: _Name = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-) -> None:
+@click.command(params=[*_OPTIONS])
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def doctor(*, as_json: bool, **asked: str | None) -> None:
     """Show every plug-in, or those asked for by name: where it comes from, usable here or not, why, what to install."""
-    asked = {
-        "adapter": adapter, "transport": transport, "fabric": fabric,
-        "engine_control": engine_control, "paper_layout": paper_layout, "observer": observer,
-    }  # fmt: skip
     wanted = {option: name for option, name in asked.items() if name is not None}
     findings = _asked_for(registry(), wanted) if wanted else registry().findings()
     if as_json:
-        typer.echo(to_json(_versions(), findings))
+        click.echo(to_json(_versions(), findings))
     else:
         _print_table(findings)
     if any(not finding.usable if wanted else finding.broken for finding in findings):
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def _print_table(findings: tuple[Finding, ...]) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import typer
-
 from refit_sdk.cli.demo import demo
 
 if __name__ == "__main__":
-    typer.run(demo)
+    demo()

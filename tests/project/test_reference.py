@@ -5,10 +5,8 @@ import importlib.util
 import inspect
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer.main
 
 from refit_sdk import hookspecs
 from refit_sdk.cli import app
@@ -16,7 +14,7 @@ from refit_sdk.plugins import PROTOCOLS
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 HOOKS = {name: hook for name, hook in vars(hookspecs).items() if name.startswith("refit_register_")}
-COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+COMMANDS = app.commands
 
 
 def sections(page: str) -> dict[str, str]:
