@@ -1,7 +1,8 @@
 """What a push did: stages in seconds, bytes by rank, and the state of each engine.
 
->>> report = PushReport(version=17, seconds={"move": 0.5}, ranks={"source[0]": Traffic(sent=10**9, arrived=0)},
-...                     engines={"rollout-0": EngineReport("complete", 17, "")}, windows=4)
+>>> report = PushReport(version=17, seconds={"move": 0.3, "install": 0.1, "commit": 0.1}, windows=4,
+...                     ranks={"source[0]": Traffic(sent=10**9, arrived=0)},
+...                     engines={"rollout-0": EngineReport("complete", 17, "")})
 >>> report.gb_per_s
 2.0
 """
@@ -61,8 +62,10 @@ class PushReport:
 
     @property
     def gb_per_s(self) -> float:
-        """Bytes sent (or that arrived, if more did), over the seconds of this rank's move stage, in 10⁹ a second."""
-        seconds = self.seconds.get("move", 0.0)
+        """Bytes sent (at a target: that arrived at its engine) a second, in 10⁹, from this rank's first window posted
+        to the outcome. A source's `move` alone would be too short: its sends are complete once they are buffered.
+        """
+        seconds = sum(self.seconds.get(stage, 0.0) for stage in ("move", "install", "commit"))
         return max(self.bytes_sent, self.bytes_arrived) / seconds / 1e9 if seconds else 0.0
 
     def to_json(self) -> str:

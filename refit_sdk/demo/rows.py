@@ -25,11 +25,14 @@ def gather_broadcast_bytes(model_bytes: int, *, sources: int, targets: int) -> i
 
 @frozen
 class Pushed:
-    """A push, as source rank 0 saw it. Seconds are from the call until every target committed."""
+    """A push, as source rank 0 saw it. Seconds are from the call until every target committed; the rate is the
+    report's, which leaves out the wait until all are ready.
+    """
 
     version: int
     loss: float
     seconds: float
+    gb_per_s: float
     bytes_moved: int
     model_bytes: int
 
@@ -53,6 +56,7 @@ class Row:
     version: int
     loss: float
     seconds: float
+    gb_per_s: float
     bytes_moved: int
     bytes_gather_broadcast: int
     elements: int
@@ -60,11 +64,6 @@ class Row:
     changed: int
     first_wrong: str
     logits_error: float
-
-    @property
-    def gb_per_s(self) -> float:
-        """Bytes moved over the seconds of the whole push, in 10⁹ bytes a second."""
-        return self.bytes_moved / self.seconds / 1e9 if self.seconds else 0.0
 
     @property
     def bit_equal(self) -> bool:
@@ -101,6 +100,7 @@ class Tally:
             version=pushed.version,
             loss=pushed.loss,
             seconds=pushed.seconds,
+            gb_per_s=pushed.gb_per_s,
             bytes_moved=pushed.bytes_moved,
             bytes_gather_broadcast=gather_broadcast_bytes(
                 pushed.model_bytes, sources=self.sources, targets=self.targets

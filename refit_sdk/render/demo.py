@@ -1,9 +1,9 @@
 """The demo's rows, as a table, a line, or JSON.
 
 >>> from refit_sdk.demo.rows import Row
->>> row = Row(1, 6.2, 0.05, 2_000_000, 5_500_000, 1_000_000, 0, 1_000_000, "", 0.004)
+>>> row = Row(1, 6.2, 0.05, 0.08, 2_000_000, 5_500_000, 1_000_000, 0, 1_000_000, "", 0.004)
 >>> line(row).split(', ')[1:4]
-['0.050 s', '0.04 GB/s', '2.00 MB moved (gather-broadcast: 5.50 MB)']
+['0.050 s', '0.08 GB/s', '2.00 MB moved (gather-broadcast: 5.50 MB)']
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def table(rows: Sequence[Row], *, title: str, waiting: int = 0) -> Table:
         title=title,
         box=box.SIMPLE_HEAD,
         pad_edge=False,
-        caption="seconds of a push until all have committed; MB of all ranks; logits against the trainers' own",
+        caption="seconds of a push until all have committed; GB/s from the first window on; MB of all ranks; logits "
+        "against the trainers' own",
     )
     for column in _COLUMNS:
         made.add_column(column, justify="right")
@@ -69,7 +70,7 @@ def table(rows: Sequence[Row], *, title: str, waiting: int = 0) -> Table:
 
 def document(rows: Sequence[Row]) -> str:
     """All rows as one JSON object."""
-    pushes = [{**attrs.asdict(row), "gb_per_s": row.gb_per_s, "bit_equal": row.bit_equal, "ok": row.ok} for row in rows]
+    pushes = [{**attrs.asdict(row), "bit_equal": row.bit_equal, "ok": row.ok} for row in rows]
     return json.dumps({"ok": bool(rows) and all(row.ok for row in rows), "pushes": pushes}, indent=2)
 
 

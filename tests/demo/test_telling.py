@@ -10,16 +10,15 @@ from collections.abc import Iterator
 
 import attrs
 import pytest
-import typer
+from click.testing import CliRunner
 from rich.console import Console
-from typer.testing import CliRunner
 
 from refit_sdk.cli.demo import demo
 from refit_sdk.demo.rows import Checked, Pushed, Row, Tally
 from refit_sdk.demo.run import Options, reserved_port
 from refit_sdk.render.demo import document, line, table, verdict
 
-RIGHT = Row(1, 6.2, 0.05, 2_000_000, 5_500_000, 1_000_000, 0, 900_000, "", 0.004)
+RIGHT = Row(1, 6.2, 0.05, 0.08, 2_000_000, 5_500_000, 1_000_000, 0, 900_000, "", 0.004)
 FLIPPED = attrs.evolve(RIGHT, version=2, wrong=1, first_wrong="rollout-0[1] lm_head.weight")
 MISCOMPUTED = attrs.evolve(RIGHT, version=2, logits_error=0.2)
 EMPTY = attrs.evolve(RIGHT, version=2, elements=0)
@@ -34,7 +33,7 @@ def text_of(*rows: Row, waiting: int = 0) -> str:
 
 def test_a_right_push_is_told_in_full() -> None:
     assert line(RIGHT) == (
-        "version 1: loss 6.200, 0.050 s, 0.04 GB/s, 2.00 MB moved (gather-broadcast: 5.50 MB), 90.0 % new, "
+        "version 1: loss 6.200, 0.050 s, 0.08 GB/s, 2.00 MB moved (gather-broadcast: 5.50 MB), 90.0 % new, "
         "bits equal, logits 0.40 % off"
     )
     shown = text_of(RIGHT, waiting=2)
@@ -68,18 +67,16 @@ def test_the_exit_code_says_so_too(rows: list[Row], code: int, as_json: bool, mo
         yield from rows
 
     monkeypatch.setattr("refit_sdk.demo.run.run_demo", run)
-    app = typer.Typer()
-    app.command()(demo)
-    assert CliRunner().invoke(app, ["--pushes", "2", *["--json"] * as_json]).exit_code == code
+    assert CliRunner().invoke(demo, ["--pushes", "2", *["--json"] * as_json]).exit_code == code
 
 
 def test_a_row_waits_for_every_target() -> None:
     tally = Tally(sources=4, targets=2)
     assert tally.add("rollout-0[1]", Checked(1, 10, 0, 10, "", 0.01)) is None
-    assert tally.add("source[0]", Pushed(1, 6.2, 0.1, 80, 60)) is None
+    assert tally.add("source[0]", Pushed(1, 6.2, 0.1, 0.3, 80, 60)) is None
     assert tally.add("rollout-0[0]", Checked(2, 10, 0, 10, "", 0.01)) is None
     row = tally.add("rollout-0[0]", Checked(1, 12, 2, 9, "a.weight", 0.03))
-    assert row == Row(1, 6.2, 0.1, 80, 60 * 3 // 4 + 60 * 2, 22, 2, 19, "rollout-0[0] a.weight", 0.03)
+    assert row == Row(1, 6.2, 0.1, 0.3, 80, 60 * 3 // 4 + 60 * 2, 22, 2, 19, "rollout-0[0] a.weight", 0.03)
 
 
 def test_a_reserved_port_is_nobody_elses_and_can_be_listened_on() -> None:
