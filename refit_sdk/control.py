@@ -115,6 +115,8 @@ class Channel:
         """Prove the token to the other end and have it prove it, each message in `seconds`, or `RendezvousError`."""
         self._socket = sock
         self._connection = Connection(os.dup(sock.fileno()))
+        self.local_host = str(sock.getsockname()[0])
+        """The address of this host as seen on the way to the other end."""
         self._lock = threading.Lock()
         try:
             self._handshake(token, server=server, seconds=seconds)
@@ -139,11 +141,6 @@ class Channel:
         """How long a read may wait; 0: for ever."""
         whole, part = divmod(round(seconds * 1_000_000), 1_000_000)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", whole, part))
-
-    @property
-    def local_host(self) -> str:
-        """The address of this host as seen on the way to the other end."""
-        return str(self._socket.getsockname()[0])
 
     def send(self, body: bytes) -> None:
         """Send one body. `OSError` if the other end is gone."""
@@ -389,7 +386,8 @@ class Table:
                 self._waiting.setdefault(key, []).append((link, id))
                 return []
             case StoreAdd(id=id, key=key, amount=amount):
-                number = int(self._values.get(key, b"0")) + amount
+                found = self._values.get(key, b"")
+                number = (int(found) if found.lstrip(b"-").isdigit() else 0) + amount
                 return [*self._set(key, str(number).encode()), (link, StoreReply(id=id, number=number))]
             case StoreCheck(id=id, keys=keys):
                 return [(link, StoreReply(id=id, number=int(all(key in self._values for key in keys))))]

@@ -15,47 +15,19 @@ from collections.abc import Iterable
 
 from refit_sdk import __version__, messages
 from refit_sdk import manifest as wire
-from refit_sdk.agreement import Agreement, unequal_sums
-from refit_sdk.errors import RefitError, RendezvousError
-from refit_sdk.membership import Engine, Membership
-from refit_sdk.messages import Done, Failed, Fault, Hello, Leave, Linked, Message, Planned, Ready, Up, Verdict
+from refit_sdk.agreement import Agreement, Sums
+from refit_sdk.errors import RefitError
+from refit_sdk.gathering import refused_ties
+from refit_sdk.membership import Engine
+from refit_sdk.messages import Done, Failed, Fault, Hello, Leave, Linked, Planned, Ready, Up, Verdict
 from refit_sdk.push import EnginePart, PushRound
-from refit_sdk.states import SESSION, EngineState, PushState, SessionState, next_state
+from refit_sdk.rounds import Rounds, Sent
+from refit_sdk.states import EngineState, PushState, SessionState
 from refit_sdk.world import Seat
 
-Sent = list[tuple[int, Message]]
 
-
-class Coordinator:
+class Coordinator(Rounds):
     """Everything that the rendezvous knows. A link is a number that its caller gives each connection."""
-
-    def __init__(
-        self,
-        *,
-        engines: int | tuple[str, ...],
-        deadline: float,
-        heartbeat: float,
-        now: float,
-        hosted_by: str = "the controller",
-    ) -> None:
-        self.state = SessionState.JOINING
-        self.membership = Membership(engines)
-        self.epoch = 0
-        self.version: int | None = None
-        self.push: PushRound | None = None
-        self._deadline = deadline
-        self._heartbeat = heartbeat
-        self._hosted_by = hosted_by
-        self._ends: float | None = now + deadline
-        self._agreement: Agreement | None = None
-        self._ready: dict[int, Ready] = {}
-        self._standing: frozenset[int] = frozenset()
-        self._changed = True
-        self._fresh: set[str] = set()
-        self._refused: dict[str, str] = {}
-        self._number = 0
-        self._now = now
-        self._out: Sent = []
 
     def receive(self, link: int, message: Up, *, now: float) -> Sent:
         """Take a message from a process; the messages to send, as (link, message)."""
@@ -107,24 +79,6 @@ class Coordinator:
         self._close(reason, normal=normal)
         return self._flush()
 
-    def _flush(self) -> Sent:
-        out, self._out = self._out, []
-        return out
-
-    def _send(self, link: int, message: Message) -> None:
-        if link in self.membership.members:
-            self._out.append((link, message))
-
-    def _tell(self, links: Iterable[int], message: Message) -> None:
-        for link in links:
-            self._send(link, message)
-
-    def _happen(self, event: str) -> None:
-        self.state = next_state(SESSION, self.state, event)
-
-    def _name(self, link: int) -> str:
-        return self.membership.members[link].name
-
     def _hello(self, link: int, hello: Hello) -> None:
         try:
             if self.state is SessionState.CLOSED:
@@ -146,56 +100,14 @@ class Coordinator:
             self._happen("complete")
             self._form("join", sorted(self.membership.engines))
 
-    def _form(self, kind: str, engines: list[str]) -> None:
-        self.epoch += 1
-        self._fresh.update(name for name in engines if not self.membership.engines[name].formed)
-        self._changed = False
-        links = self.membership.links(engines)
-        self._agreement = Agreement(self.epoch, kind, frozenset(links), tuple(engines))
-        body = wire.encode_world(self.membership.world(self.epoch, engines))
-        fresh = tuple(sorted(self._fresh.intersection(engines)))
-        self._tell(links, messages.Form(epoch=self.epoch, world=body, settings=self.membership.settings, fresh=fresh))
-        self._ends = self._now + self._deadline
-
-    def _is_current(self, epoch: int) -> bool:
-        return self._agreement is not None and self._agreement.epoch == epoch
-
-    def _planned(self, link: int, message: Planned) -> None:
-        agreement = self._agreement
-        assert agreement is not None
-        if not agreement.planned(link, message):
-            return
-        differing = agreement.disagreement()
-        if differing is not None:
-            names = " and ".join(self._name(link) for link in differing)
-            cause = f"{names} made different plans of the same world: see that all run the same code and plug-ins"
-            self._fault("PlanError", (cause,))
-            return
-        self._tell(agreement.links, messages.Link(epoch=agreement.epoch))
-        self._ends = self._now + self._deadline
-
-    def _linked(self, link: int, message: Linked) -> None:
-        agreement = self._agreement
-        assert agreement is not None
-        if not agreement.linked(link, message):
-            return
-        self._agreement, self._standing = None, agreement.links
-        self._fresh.difference_update(agreement.engines)
-        for name, engine in self.membership.engines.items():
-            engine.formed = name in agreement.engines
-            if engine.formed:
-                engine.happen("formed")
+    def _stand(self, agreement: Agreement) -> None:
         if agreement.kind == "push":
             if not self._refuse_ties(agreement.sums):
                 self._go(agreement.engines)
             return
         self._happen("formed")
         self._ends = None
-        self._end_round(agreement)
-
-    def _end_round(self, agreement: Agreement) -> None:
-        waiting = set(self._ready) - set(agreement.links)
-        self._ready.clear()
+        waiting = sorted(set(self._gathering.take()) - agreement.links)
         self._tell(agreement.links, messages.Formed(epoch=agreement.epoch))
         self._tell(waiting, messages.Formed(epoch=agreement.epoch, waiting=True))
 
@@ -206,7 +118,7 @@ class Coordinator:
                 try:
                     wire.decode(body)
                 except RefitError as error:
-                    self._ready[link] = message
+                    self._gathering.add(link, message)
                     self._fault("RendezvousError", (f"{member.name}: {error}",))
                     return
                 member.manifests[index] = body
@@ -214,7 +126,7 @@ class Coordinator:
         if message.kind == "push" and not self.membership.is_source(link) and self._lost_beside(link):
             self._fault_beside(link)
             return
-        self._ready[link] = message
+        self._gathering.add(link, message)
         self._open()
 
     def _lost_beside(self, link: int) -> dict[str, str]:
@@ -231,9 +143,7 @@ class Coordinator:
 
     def _open(self) -> None:
         """Open a round if anybody who is ready may: a source, or who calls for a reform."""
-        opening = [
-            ready for link, ready in self._ready.items() if ready.kind == "reform" or self.membership.is_source(link)
-        ]
+        opening = self._gathering.opening
         if opening and self.state in (SessionState.IDLE, SessionState.BROKEN):
             if self.membership.lacks_source and all(ready.kind == "push" for ready in opening):
                 self._fault_lost()
@@ -245,16 +155,11 @@ class Coordinator:
     def _gather(self) -> None:
         if self.state is not SessionState.GATHERING:
             return
-        if any(ready.kind == "reform" for ready in self._ready.values()):
-            if not self._missing_from_reform():
+        if self._gathering.is_reform:
+            if not self._gathering.missing():
                 self._reform()
-        elif not self._refuse_push() and not self._missing_from_push():
+        elif not self._refuse_push() and not self._gathering.missing():
             self._start()
-
-    def _missing_from_reform(self) -> list[int]:
-        return [
-            link for link in self.membership.members if link not in self._ready or self._ready[link].kind != "reform"
-        ]
 
     def _reform(self) -> None:
         self.membership.forget_lost()
@@ -273,66 +178,31 @@ class Coordinator:
         """No engine is whole, so there is nothing to plan: all wait for the next push that finds one."""
         self._happen("formed")
         self._changed, self._ends = True, None
-        waiting, self._ready = sorted(self._ready), {}
-        self._tell(waiting, messages.Formed(epoch=self.epoch, waiting=True))
-
-    def _source_readies(self) -> list[tuple[int, Ready]]:
-        links = [link for _, link in sorted(self.membership.sources.items())]
-        return [(link, self._ready[link]) for link in links if link in self._ready]
+        self._tell(self._gathering.take(), messages.Formed(epoch=self.epoch, waiting=True))
 
     def _refuse_push(self) -> bool:
-        opened = self._source_readies()
-        if not opened:
+        if not self._gathering.sources:
             return True
-        versions = {ready.version for _, ready in opened}
-        if len(versions) > 1:
-            said = ", ".join(f"{self._name(link)} pushes {ready.version}" for link, ready in opened)
-            self._fault("PushError", (f"the sources push different versions: {said}",))
-            return True
-        version = next(iter(versions))
-        if version is None or (self.version is not None and version <= self.version):
-            self._fault(
-                "PushError",
-                (f"version {version} isn't above {self.version}, which is published: versions only go up",),
-            )
-            return True
-        require = max(ready.require for _, ready in opened)
-        if self.membership.gone and (not require or len(self._wanted()) < require):
+        refusal = self._gathering.refusal(self.version)
+        if refusal is not None:
+            self._fault("PushError", (refusal,))
+        elif self._gathering.lacks_engines():
             self._fault_lost()
-            return True
-        return False
-
-    def _wanted(self) -> list[Engine]:
-        """The engines that a push waits for: all that stand, and late ones as soon as all their ranks are ready."""
-        wanted = []
-        for _, engine in sorted(self.membership.engines.items()):
-            stands = engine.state in (EngineState.READY, EngineState.TORN)
-            late = engine.is_complete and all(link in self._ready for link in engine.links.values())
-            if stands or (late and engine.state is EngineState.WAITING):
-                wanted.append(engine)
-        return wanted
-
-    def _missing_from_push(self) -> list[int]:
-        links = self.membership.links(engine.name for engine in self._wanted())
-        return [link for link in links if link not in self._ready]
+        return self.state is not SessionState.GATHERING
 
     def _start(self) -> None:
-        wanted = self._wanted()
-        if not wanted:
-            return
+        wanted = self._gathering.wanted()
         names = [engine.name for engine in wanted]
+        if not names:
+            return
         if self._changed or self._fresh.intersection(names) or any(not engine.formed for engine in wanted):
             self._happen("changed")
             self._form("push", names)
-        elif not self._refuse_ties(entry for _, ready in self._source_readies() for entry in ready.sums):
+        elif not self._refuse_ties(self._gathering.sums):
             self._go(names)
 
-    def _refuse_ties(self, sums: Iterable[tuple[str, str, int, int]]) -> bool:
-        causes = [
-            f"{name} and {other} are one tensor at a target, and the sources hold different values for them: "
-            "tie them in training, or give the target both"
-            for name, other in unequal_sums(sums)
-        ]
+    def _refuse_ties(self, sums: Sums) -> bool:
+        causes = refused_ties(sums)
         if causes:
             self._fault("PlanError", causes)
         return bool(causes)
@@ -341,7 +211,7 @@ class Coordinator:
         going = [self.membership.engines[name] for name in engines]
         self._happen("go")
         self._number += 1
-        ready = [ready for link, ready in self._source_readies() if link in self._standing]
+        ready = [ready for link, ready in self._gathering.sources.items() if link in self._standing]
         version = ready[0].version
         assert version is not None
         self.push = PushRound(
@@ -359,7 +229,7 @@ class Coordinator:
             engine.happen("go")
         names = tuple(engine.name for engine in going)
         links = [link for link in self.membership.links(names) if link in self._standing]
-        self._ready = {link: ready for link, ready in self._ready.items() if link not in links}
+        self._gathering.take(links)
         self._tell(
             links,
             messages.Go(epoch=self.epoch, push=self._number, version=version, engines=names),
@@ -433,7 +303,7 @@ class Coordinator:
         engines = self.membership.engines_of(link)
         failed = self.push.lost(link, cause) if self.push is not None else []
         member = self.membership.remove(link, cause, left=left)
-        self._ready.pop(link, None)
+        self._gathering.take([link])
         self._changed = True
         if self.state is SessionState.CLOSED:
             return
@@ -455,45 +325,15 @@ class Coordinator:
         self._fault("PushError", (f"{name}: {cause}",), failures={name: cause}, event=event)
 
     def _engine_lost(self, engines: list[Engine], name: str, cause: str) -> None:
-        links = [link for engine in engines for link in engine.links.values() if link in self._ready]
-        for link in links:
-            del self._ready[link]
+        links = self._gathering.take({link for engine in engines for link in engine.links.values()})
         fault = Fault(
             error="PushError",
             causes=(f"{name}: {cause}",),
             failures={name: cause},
             engines=self.membership.verdicts(),
         )
-        self._tell(sorted(set(links)), fault)
+        self._tell(links, fault)
         self._gather()
-
-    def _fault_lost(self) -> None:
-        gone = self.membership.gone
-        causes = [f"{name}: {cause}" for name, cause in sorted(gone.items())]
-        self._fault("PushError", [*causes, "call reform() on every survivor, or bring the ranks back"], failures=gone)
-
-    def _fault(
-        self, error: str, causes: Iterable[str], *, failures: dict[str, str] | None = None, event: str = "fault"
-    ) -> None:
-        """End the round for all who wait, untouched."""
-        agreement, self._agreement = self._agreement, None
-        joining = self.state is SessionState.JOINING or (agreement is not None and agreement.kind == "join")
-        told = set(self._ready) | (set(agreement.links) if agreement else set())
-        if joining:
-            told = set(self.membership.members)
-        if agreement is not None:
-            self._fresh.update(agreement.engines)
-            self._changed = True
-        self._ready.clear()
-        self._ends = None
-        if self.membership.lacks_source and (self.state, "source lost") in SESSION:
-            event = "source lost"
-        if (self.state, event) in SESSION:
-            self._happen(event)
-        fault = Fault(error=error, causes=tuple(causes), failures=failures or {}, engines=self.membership.verdicts())
-        self._tell(sorted(told), fault)
-        if joining and self.state is not SessionState.CLOSED:
-            self._happen("closed")
 
     def _expire(self) -> None:
         self._ends = None
@@ -509,10 +349,9 @@ class Coordinator:
             refused = [f"{name} was refused: {reason}" for name, reason in self._refused.items()]
             self._fault("RendezvousError", (f"{', '.join(missing)} didn't join {seconds}", *refused))
         elif self.state is SessionState.GATHERING:
-            reform = any(ready.kind == "reform" for ready in self._ready.values())
-            links = self._missing_from_reform() if reform else self._missing_from_push()
-            names = [self._name(link) for link in links] or ["an engine"]
-            cause = f"{', '.join(names)} didn't call {'reform()' if reform else 'push() or receive()'} {seconds}"
+            names = [self._name(link) for link in self._gathering.missing()] or ["an engine"]
+            verb = "reform()" if self._gathering.is_reform else "push() or receive()"
+            cause = f"{', '.join(names)} didn't call {verb} {seconds}"
             self._fault("PushError", (cause,), failures=dict.fromkeys(names, cause))
 
     def _expire_push(self, push: PushRound) -> None:
@@ -524,19 +363,9 @@ class Coordinator:
             self._send(link, messages.Closed(reason=f"no word of the push in {self._deadline:g} s", normal=False))
             self._lose(link, f"no word of the push in {self._deadline:g} s", left=False)
 
-    def _close(self, reason: str, *, normal: bool) -> None:
-        if self.state is not SessionState.CLOSED:
-            self._happen("closed")
-            self._ends = self.push = self._agreement = None
-            self._tell(sorted(self.membership.members), messages.Closed(reason=reason, normal=normal))
-
     def admit(self, engine: str) -> Sent:
         """Let an engine of this name join, from the next push on."""
-        membership = self.membership
-        if isinstance(membership.expected, int):
-            membership.expected = tuple(sorted(membership.engines))
-        if engine not in membership.expected:
-            membership.expected = (*membership.expected, engine)
+        self.membership.expect(engine)
         return self._flush()
 
     def drop(self, engine: str, reason: str, *, now: float) -> Sent:
@@ -548,33 +377,20 @@ class Coordinator:
         for link in sorted(set(found.links.values())):
             self._send(link, messages.Closed(reason=f"engine {engine} was dropped: {reason}", normal=False))
             self._lose(link, f"dropped: {reason}", left=False)
-        self.membership.engines.pop(engine, None)
-        for rank in range(found.size):
-            self.membership.lost.pop(str(Seat("target", engine, rank)), None)
-        if not isinstance(self.membership.expected, int):
-            self.membership.expected = tuple(name for name in self.membership.expected if name != engine)
+        self.membership.forget(engine, size=found.size)
         self._gather()
         return self._flush()
 
     def pause(self, engine: str) -> Sent:
         """Leave an engine out of the next pushes."""
-        self._known(engine, EngineState.READY).happen("paused")
+        self.membership.engine_that_is(EngineState.READY, engine).happen("paused")
         self._gather()
         return self._flush()
 
     def resume(self, engine: str) -> Sent:
         """Take a paused engine in again."""
-        self._known(engine, EngineState.PAUSED).happen("resumed")
+        self.membership.engine_that_is(EngineState.PAUSED, engine).happen("resumed")
         return self._flush()
-
-    def _known(self, name: str, state: EngineState) -> Engine:
-        engine = self.membership.engines.get(name)
-        if engine is None or engine.state is not state:
-            found = "not known" if engine is None else engine.state
-            raise RendezvousError(
-                f"engine {name!r} is {found}, it must be {state}; {sorted(self.membership.engines)} are"
-            )
-        return engine
 
 
 _EVENT = {

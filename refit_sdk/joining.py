@@ -201,7 +201,5 @@ class _Planner:
         topology = Topology.single(world.num_processes)
         same = evolve(world, epoch=0)  # an epoch that changed nothing needs no new plan
         key = input_digest(same, settings=stated, topology=topology, plugins=_plugins(self._plugins))
-        plan = self._cache.get(
-            key, lambda: make_plan(same, settings=stated, transports=transports, topology=topology)
-        )
+        plan = self._cache.get(key, lambda: make_plan(same, settings=stated, transports=transports, topology=topology))
         return key, plan

@@ -153,6 +153,29 @@ class Membership:
                     f"{hello.claims[0]} has {[f'{n} of {here[n]}' for n in differing]}: install the same"
                 )
 
+    def expect(self, engine: str) -> None:
+        """Let an engine of this name join."""
+        if isinstance(self.expected, int):
+            self.expected = tuple(sorted(self.engines))
+        if engine not in self.expected:
+            self.expected = (*self.expected, engine)
+
+    def forget(self, engine: str, *, size: int) -> None:
+        """Neither wait for this engine of `size` ranks any more, nor miss it."""
+        self.engines.pop(engine, None)
+        for rank in range(size):
+            self.lost.pop(str(Seat("target", engine, rank)), None)
+        if not isinstance(self.expected, int):
+            self.expected = tuple(name for name in self.expected if name != engine)
+
+    def engine_that_is(self, state: EngineState, name: str) -> Engine:
+        """The engine of that name. `RendezvousError` unless it is in that state."""
+        engine = self.engines.get(name)
+        if engine is None or engine.state is not state:
+            found = "not known" if engine is None else engine.state
+            raise RendezvousError(f"engine {name!r} is {found}, it must be {state}; known are {sorted(self.engines)}")
+        return engine
+
     def admits(self, engine: str) -> bool:
         """Whether an engine of this name may join."""
         if isinstance(self.expected, int):

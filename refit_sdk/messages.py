@@ -196,7 +196,7 @@ class Link(Message, frozen=True):
 
 
 class Formed(Message, frozen=True):
-    """The epoch stands. `waiting`: without this process, whose engine lacks a rank, or that has no whole engine to serve."""
+    """The epoch stands. `waiting`: without this process, as its engine lacks a rank, or as no engine is whole."""
 
     epoch: int
     waiting: bool = False

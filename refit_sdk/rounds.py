@@ -1,0 +1,152 @@
+"""What every round of the rendezvous has: a state, a deadline, an epoch that forms, and one way to end badly.
+
+1. Forming: all participants get the world; their plans' digests are compared; all connect; then the epoch stands.
+2. A fault ends a round for all who wait in it, before any byte moved, and says what every engine is.
+
+Pure: messages and the time come in, messages go out.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+from refit_sdk import manifest as wire
+from refit_sdk import messages
+from refit_sdk.agreement import Agreement
+from refit_sdk.gathering import Gathering
+from refit_sdk.membership import Membership
+from refit_sdk.messages import Fault, Linked, Message, Planned
+from refit_sdk.push import PushRound
+from refit_sdk.states import SESSION, SessionState, next_state
+
+Sent = list[tuple[int, Message]]
+"""Messages to send, each with the link that it goes to."""
+
+
+class Rounds(ABC):
+    """The state of a rendezvous, and how epochs form. `refit_sdk.coordinator` has what opens and what follows."""
+
+    def __init__(
+        self,
+        *,
+        engines: int | tuple[str, ...],
+        deadline: float,
+        heartbeat: float,
+        now: float,
+        hosted_by: str = "the controller",
+    ) -> None:
+        self.state = SessionState.JOINING
+        self.membership = Membership(engines)
+        self.epoch = 0
+        self.version: int | None = None
+        self.push: PushRound | None = None
+        self._deadline = deadline
+        self._heartbeat = heartbeat
+        self._hosted_by = hosted_by
+        self._ends: float | None = now + deadline
+        self._agreement: Agreement | None = None
+        self._gathering = Gathering(self.membership)
+        self._standing: frozenset[int] = frozenset()
+        self._changed = True
+        self._fresh: set[str] = set()
+        self._refused: dict[str, str] = {}
+        self._number = 0
+        self._now = now
+        self._out: Sent = []
+
+    def _flush(self) -> Sent:
+        out, self._out = self._out, []
+        return out
+
+    def _send(self, link: int, message: Message) -> None:
+        if link in self.membership.members:
+            self._out.append((link, message))
+
+    def _tell(self, links: Iterable[int], message: Message) -> None:
+        for link in links:
+            self._send(link, message)
+
+    def _happen(self, event: str) -> None:
+        self.state = next_state(SESSION, self.state, event)
+
+    def _name(self, link: int) -> str:
+        return self.membership.members[link].name
+
+    def _form(self, kind: str, engines: list[str]) -> None:
+        self.epoch += 1
+        self._fresh.update(name for name in engines if not self.membership.engines[name].formed)
+        self._changed = False
+        links = self.membership.links(engines)
+        self._agreement = Agreement(self.epoch, kind, frozenset(links), tuple(engines))
+        body = wire.encode_world(self.membership.world(self.epoch, engines))
+        fresh = tuple(sorted(self._fresh.intersection(engines)))
+        self._tell(links, messages.Form(epoch=self.epoch, world=body, settings=self.membership.settings, fresh=fresh))
+        self._ends = self._now + self._deadline
+
+    def _is_current(self, epoch: int) -> bool:
+        return self._agreement is not None and self._agreement.epoch == epoch
+
+    def _planned(self, link: int, message: Planned) -> None:
+        agreement = self._agreement
+        assert agreement is not None
+        if not agreement.planned(link, message):
+            return
+        differing = agreement.disagreement()
+        if differing is not None:
+            names = " and ".join(self._name(link) for link in differing)
+            cause = f"{names} made different plans of the same world: see that all run the same code and plug-ins"
+            self._fault("PlanError", (cause,))
+            return
+        self._tell(agreement.links, messages.Link(epoch=agreement.epoch))
+        self._ends = self._now + self._deadline
+
+    def _linked(self, link: int, message: Linked) -> None:
+        agreement = self._agreement
+        assert agreement is not None
+        if not agreement.linked(link, message):
+            return
+        self._agreement, self._standing = None, agreement.links
+        self._fresh.difference_update(agreement.engines)
+        for name, engine in self.membership.engines.items():
+            engine.formed = name in agreement.engines
+            if engine.formed:
+                engine.happen("formed")
+        self._stand(agreement)
+
+    @abstractmethod
+    def _stand(self, agreement: Agreement) -> None:
+        """Go on from an epoch that all have connected."""
+
+    def _fault_lost(self) -> None:
+        gone = self.membership.gone
+        causes = [f"{name}: {cause}" for name, cause in sorted(gone.items())]
+        self._fault("PushError", [*causes, "call reform() on every survivor, or bring the ranks back"], failures=gone)
+
+    def _fault(
+        self, error: str, causes: Iterable[str], *, failures: dict[str, str] | None = None, event: str = "fault"
+    ) -> None:
+        """End the round for all who wait, untouched."""
+        agreement, self._agreement = self._agreement, None
+        joining = self.state is SessionState.JOINING or (agreement is not None and agreement.kind == "join")
+        told = set(self._gathering.take()) | (agreement.links if agreement else set())
+        if joining:
+            told = set(self.membership.members)
+        if agreement is not None:
+            self._fresh.update(agreement.engines)
+            self._changed = True
+        self._ends = None
+        if self.membership.lacks_source and (self.state, "source lost") in SESSION:
+            event = "source lost"
+        if (self.state, event) in SESSION:
+            self._happen(event)
+        fault = Fault(error=error, causes=tuple(causes), failures=failures or {}, engines=self.membership.verdicts())
+        self._tell(sorted(told), fault)
+        if joining and self.state is not SessionState.CLOSED:
+            self._happen("closed")
+
+    def _close(self, reason: str, *, normal: bool) -> None:
+        if self.state is not SessionState.CLOSED:
+            self._happen("closed")
+            self._ends = self.push = self._agreement = None
+            self._tell(sorted(self.membership.members), messages.Closed(reason=reason, normal=normal))
