@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -584,6 +585,17 @@ def test_nobody_listens() -> None:
     assert "start source rank 0 or the controller there" in text
 
 
+@pytest.fixture
+def cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No network beyond this host."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+
+
+@pytest.mark.usefixtures("cut_off")
 def test_an_address_that_is_not_of_this_host() -> None:
     text = raised(RendezvousError, "source", "tcp://240.0.0.1:29600", token="secret")
     assert "nobody answers at tcp://240.0.0.1:29600 after 1 s" in text
@@ -674,6 +686,7 @@ def test_elsewhere_a_token_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert "REFIT_TOKEN_FILE" in raised(RendezvousError, "target", "tcp://240.0.0.1:29600")
 
 
+@pytest.mark.usefixtures("cut_off")
 def test_insecure_warns() -> None:
     with pytest.warns(UserWarning, match=r"tcp://240\.0\.0\.1:29600 is open: insecure=True lets anybody"):
         raised(RendezvousError, "target", "tcp://240.0.0.1:29600", insecure=True)
