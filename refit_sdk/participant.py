@@ -177,6 +177,10 @@ class Participant:
             if isinstance(error, FabricError) and error.peer is not None:
                 causes = (f"{self._mover.name(error.peer)}: {error}",)
             self._say(messages.Failed(epoch=epoch, error=type(error).__name__, causes=causes))
+        except BaseException as error:
+            cause = f"{'+'.join(str(held.claim) for held in self.held)}: {type(error).__name__}: {error}"
+            self._say(messages.Failed(epoch=epoch, error="PushError", causes=(cause,)))
+            raise
 
     def _plan(self, form: Form) -> None:
         world = wire.decode_world(form.world)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from models import Held, Model
 from ranks import Rank, free_rendezvous, running
 
+from refit_sdk import joining
 from refit_sdk.box import Box
 from refit_sdk.errors import SessionClosed
 from refit_sdk.report import PushReport
@@ -53,3 +54,22 @@ def test_rows_to_columns_with_a_cast() -> None:
     last = reports[0][-1]
     assert last.bytes_sent == last.bytes_arrived == 12 * 8 * 2
     assert last.engines["rollout-0"].state == "complete"
+
+
+def planless(rank: Rank, rendezvous: str, held: list[Held]) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("a fault of ours")
+
+    joining.make_plan = fail  # type: ignore[assignment]
+    with RefitSession.source(Model(held), rendezvous=rendezvous, rank=0, size=1, deadline=30):
+        pass
+
+
+def test_a_fault_of_ours_on_one_rank_is_told_to_all_at_once() -> None:
+    where = free_rendezvous()
+    held = [Held("w", (4,), Box((0,), (4,)))]
+    with running([(planless, (where, held)), (target, (where, held, 0, 1, "float32"))]) as (first, second):
+        assert first.failure(timeout=20).kind == "ZeroDivisionError"
+        told = second.failure(timeout=20)
+    assert told.kind == "PushError"
+    assert "source[0]: ZeroDivisionError: a fault of ours" in told.text
