@@ -67,7 +67,7 @@ class SourceAdapter(Protocol):
 
 @runtime_checkable
 class TargetAdapter(Protocol):
-    """What a generating rank's model holds, and how it takes new weights. Constructed as `adapter(model, rank=r, size=n)`."""
+    """What a generating rank's model holds, and how it takes new weights. Made as `adapter(model, rank=r, size=n)`."""
 
     name: ClassVar[str]
 

@@ -64,8 +64,11 @@ class RendezvousError(RefitError):
     """Joining or re-forming failed: an address, a token, a number or a rank that isn't right."""
 
 
-class SessionClosed(RefitError):  # noqa: N818 - it ends a loop over `receive()`, as StopIteration ends one over `next()`
-    """The other side closed the session normally: there is nothing more to push or to receive."""
+class SessionClosed(RefitError):
+    """The other side closed the session normally: there is nothing more to push or to receive.
+
+    It ends a loop over `receive()`, as StopIteration ends one over `next()`.
+    """
 
 
 class FencedError(RefitError):

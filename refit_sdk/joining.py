@@ -26,9 +26,9 @@ from refit_sdk.errors import RendezvousError
 from refit_sdk.fabric import Fabric
 from refit_sdk.hub import Hub
 from refit_sdk.messages import Claim, Down
+from refit_sdk.offers import Registry, choose_adapter, plugin_versions
 from refit_sdk.participant import Participant
 from refit_sdk.plan import Plan, PlanCache, input_digest, make_plan
-from refit_sdk.offers import Registry, choose_adapter, plugin_versions
 from refit_sdk.plugins import registry
 from refit_sdk.seat import Held
 from refit_sdk.settings import Settings

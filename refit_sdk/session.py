@@ -79,8 +79,8 @@ class RefitSession:
 
         `rank` and `size` default to RANK and WORLD_SIZE, `rendezvous` to REFIT_RENDEZVOUS. Rank 0 hosts it
         unless a `RefitController` does. `engines`: how many engines to wait for (1), or their names. `routes`, `casts`,
-        `cast`, `ignore` and `window_bytes` are those of `Settings`, or give a whole `settings`. `fabric` is a name, or a
-        fabric made with arguments of its own.
+        `cast`, `ignore` and `window_bytes` are those of `Settings`, or give a whole `settings`. `fabric` is a name, or
+        a fabric made with arguments of its own.
         """
         place = Place(
             side="source",

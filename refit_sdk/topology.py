@@ -19,7 +19,7 @@ def _hosts(hosts: Iterable[str]) -> tuple[str, ...]:
 
 @frozen
 class Topology:
-    """The host and the domain of each process, by world number. A domain is joined by something much faster than the network."""
+    """The host and the domain of each process, by world number. What joins a domain is much faster than the network."""
 
     host: tuple[str, ...] = field(converter=_hosts)
     domain: tuple[int, ...] = field(converter=coordinates)

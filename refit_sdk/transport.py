@@ -41,7 +41,8 @@ class Moves:
 
 @frozen(eq=False)
 class Steps:
-    """Steps, as arrays: in `round[k]`, the box `start[k]:stop[k]` of move `move[k]` goes from process `src[k]` to `dst[k]`.
+    """Steps, as arrays: in `round[k]`, the box `start[k]:stop[k]` of move `move[k]` goes from process `src[k]` to
+    `dst[k]`.
 
     Steps of a round depend only on earlier rounds: `src` either serves the move or got the box in an earlier round.
     """
@@ -78,5 +79,5 @@ class Transport(Protocol):
     capabilities: ClassVar[Capabilities]
 
     def steps(self, moves: Moves, topology: Topology) -> Steps:
-        """The steps that bring every move to every process that needs it. Same inputs, same arrays, on every machine."""
+        """The steps that bring every move to all that need it. Same inputs, same arrays, on every machine."""
         ...

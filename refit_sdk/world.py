@@ -87,7 +87,7 @@ class Seat:
 
 @frozen
 class World:
-    """Everybody who joined, at one epoch: seats in order, and per seat the index of its manifest among the unique ones."""
+    """Everybody who joined, at one epoch: seats in order, and for each the index of its manifest among the unique."""
 
     epoch: int
     seats: tuple[Seat, ...]

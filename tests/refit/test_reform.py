@@ -37,7 +37,7 @@ def lose(crew: Cast, name: str, version: int) -> dict[str, Told]:
 def reform(crew: Cast, *, but: list[str]) -> dict[str, Told]:
     """All survivors re-form."""
     names = [name for name in crew.ranks if name not in but and name != "controller"]
-    return crew.together({name: ("reform",) for name in names})
+    return crew.together(dict.fromkeys(names, ("reform",)))
 
 
 def raised(told: dict[str, Told]) -> set[str]:
@@ -129,13 +129,13 @@ def test_the_host_dies_and_a_new_session_works(host: str) -> None:
         told = crew.push(2, but=[host])
         assert raised(told) == {"PushError"}
         survivors = [name for name in crew.ranks if name != host]
-        crew.together({name: ("close",) for name in survivors})
+        crew.together(dict.fromkeys(survivors, ("close",)))
         anew = evolve(made[0], where=free_rendezvous())
         if host == "source[0]":
             crew.start_process(anew)
-        crew.together({name: ("move_to", anew.where) for name in survivors})
+        crew.together(dict.fromkeys(survivors, ("move_to", anew.where)))
         everybody = ["source[0]", "source[1]", "a[0]"]
-        assert raised(crew.together({name: ("join",) for name in everybody})) == {""}
+        assert raised(crew.together(dict.fromkeys(everybody, ("join",)))) == {""}
         assert exact(crew.push(1, but=["controller"]), 1)
         assert exact(crew.push(2, but=["controller"]), 2)
 
