@@ -84,7 +84,7 @@ def parse_rendezvous(text: str) -> Address:
 def find_token(token: str | None, *, address: Address, insecure: bool) -> bytes:
     """The token as given, from REFIT_TOKEN, or from the file that REFIT_TOKEN_FILE names.
 
-    `RendezvousError` where there is none and the rendezvous isn't on loopback, unless `insecure` says so; then it warns.
+    `RendezvousError` where there is none and the rendezvous isn't on loopback; with `insecure`, a warning.
     """
     found = token or os.environ.get("REFIT_TOKEN") or _token_of_file(os.environ.get("REFIT_TOKEN_FILE"))
     if found:

@@ -53,6 +53,8 @@ class Hub:
         self._heartbeat = heartbeat
         self._table = Table()
         self._peers: dict[int, _Peer] = {}
+        self._greeting: dict[threading.Thread, socket.socket] = {}
+        self._leaving: list[threading.Thread] = []
         self._links = count(1)
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._open = True
@@ -87,7 +89,8 @@ class Hub:
         """Tell everybody that the session is over, hang up, and end all threads. A second call does nothing."""
         if not self._open:
             return
-        self.ask(lambda: self.coordinator.close(reason, normal=normal))
+        with contextlib.suppress(RendezvousError):  # it has ended by a fault of ours, and everybody knows
+            self.ask(lambda: self.coordinator.close(reason, normal=normal))
         self._open = False
         self._events.put(lambda: None)
         with contextlib.suppress(OSError):
@@ -95,12 +98,23 @@ class Hub:
         self._listener.close()
         for thread in self._threads:
             thread.join()
+        self._end_greetings()
         for peer in self._peers.values():
             peer.outbox.put(None)
         end = time.monotonic() + FLUSH_SECONDS
         for peer in list(self._peers.values()):
             peer.threads[0].join(max(0.0, end - time.monotonic()))
             self._hang_up(peer)
+        for thread in self._leaving:
+            thread.join()
+
+    def _end_greetings(self) -> None:
+        for thread, sock in list(self._greeting.items()):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            thread.join()
+        while not self._events.empty():
+            self._events.get()()
 
     def _hang_up(self, peer: _Peer) -> None:
         peer.channel.close()
@@ -115,13 +129,19 @@ class Hub:
             except OSError:
                 return
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            threading.Thread(target=self._greet, args=(sock,), name="refit-hub-greet", daemon=True).start()
+            thread = threading.Thread(target=self._greet, args=(sock,), name="refit-hub-greet", daemon=True)
+            self._greeting[thread] = sock
+            thread.start()
 
     def _greet(self, sock: socket.socket) -> None:
         try:
-            channel = Channel(sock, token=self._token, server=True)
+            self._seat(Channel(sock, token=self._token, server=True))
         except RendezvousError:
-            return
+            pass  # whoever it was, it is no process of this session
+        finally:
+            del self._greeting[threading.current_thread()]
+
+    def _seat(self, channel: Channel) -> None:
         link = next(self._links)
         peer = _Peer(channel, time.monotonic())
         peer.threads = [
@@ -170,7 +190,9 @@ class Hub:
         peer.outbox.put(None)
         peer.channel.close()
         self._deliver(self.coordinator.lost(link, cause, now=time.monotonic()))
-        threading.Thread(target=self._hang_up, args=(peer,), name="refit-hub-hang-up", daemon=True).start()
+        thread = threading.Thread(target=self._hang_up, args=(peer,), name="refit-hub-hang-up", daemon=True)
+        thread.start()
+        self._leaving = [*(leaving for leaving in self._leaving if leaving.is_alive()), thread]
 
     def _deliver(self, sent: Sent) -> None:
         for link, message in sent:
