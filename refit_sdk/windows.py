@@ -76,7 +76,7 @@ class Sizes:
 
 
 def schedule(steps: StepTable, sizes: Sizes, settings: Settings, *, first: int) -> StepTable:
-    """Steps of one transport, cut, with windows from `first` on; in order of (window, src, dst, engine, line)."""
+    """Steps of one transport, cut, with windows from `first` on, in the order of scheduling."""
     if not len(steps):
         return steps
     ticks = _ticks(steps, sizes, settings)
@@ -85,8 +85,7 @@ def schedule(steps: StepTable, sizes: Sizes, settings: Settings, *, first: int) 
     processes = 1 + int(max(cut.src.max(), cut.dst.max()))
     order = np.lexsort((np.arange(len(cut)), cut.src, _diagonal(cut), tick))
     cut = cut.take(order)
-    cut = evolve(cut, window=first + _pack(cut, sizes, settings, processes))
-    return cut.take(np.lexsort((np.arange(len(cut)), cut.engine, cut.dst, cut.src, cut.window)))
+    return evolve(cut, window=first + _pack(cut, sizes, settings, processes))
 
 
 def _diagonal(steps: StepTable) -> Ints:

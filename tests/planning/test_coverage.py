@@ -147,6 +147,13 @@ def test_balance_and_windows_cut_on_granules() -> None:
     assert all(piece.box.start[0] % 4 == 0 and piece.box.shape == (4, 8) for piece in boxes)
 
 
+def test_replicas_with_different_granules_are_cut_on_both() -> None:
+    sources = [[whole("w", 30, dtype="int8", granule=(granule,))] for granule in (2, 3)]
+    plan = plan_of(world(sources, e=[[whole("w", 30, dtype="int8")]]), window_bytes=8)
+    boxes = [piece.box for p in range(2) for w in plan.program(p).windows for m in w.sends for piece in m.pieces]
+    assert sorted(boxes) == [Box((start,), (start + 6,)) for start in (0, 6, 12, 18, 24)]
+
+
 def test_a_granule_that_fits_no_window_is_an_error() -> None:
     (found,) = violations(world([[whole("w", 8, 4, granule=(4, 4))]], e=[[whole("w", 8, 4)]]), window_bytes=16)
     assert "one granule (4, 4) of bfloat16 is larger than a window of 16 bytes" in found

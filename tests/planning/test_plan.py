@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from itertools import pairwise
+from pathlib import Path
 
 import attrs
 import numpy as np
@@ -208,6 +212,29 @@ def test_the_table_and_json_tell_what_moves() -> None:
         "gather-broadcast would move 336 B",
     ):
         assert words in text
+
+
+ANOTHER_PROCESS = """
+from planning_support import part, plan_of, rows, whole, world
+sources = [[rows("w", (64, 4), 16 * (i % 4), 16 * (i % 4) + 16), whole("l.{}.n", 8)] for i in range(8)]
+engines = {name: [[rows("w", (64, 4), 32 * t, 32 * t + 32), whole("l.{}.n", 8)] for t in range(2)] for name in "ef"}
+print(plan_of(world(sources, **engines), window_bytes=256, routes=[("l.1.*", "reshard"), ("*", "reshard")]).digest)
+"""
+
+
+def test_processes_that_hash_differently_make_the_same_plan() -> None:
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", ANOTHER_PROCESS],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert len(digests) == 1
 
 
 def test_equal_manifests_count_once_and_as_often_as_they_sit() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from planning_support import plan_of, play, whole, world
 from refit_backends.reshard import Reshard
@@ -21,9 +21,13 @@ class Other(Reshard):
     name = "other"
 
 
-PATTERNS = st.lists(st.sampled_from([*"*?", "l.", "w", "1", "0", "[0-2]", "[!1]", ".", "1?"]), max_size=6).map("".join)
+PATTERNS = st.lists(st.sampled_from([*"*?", "l.", "w", "1", "0", "[0-2]", "[!1]", "[!a]", ".", "1?"]), max_size=6).map(
+    "".join
+)
 
 
+@example(["l.[!a].w"], "l.{}.w")
+@example(["l.?.w"], "l.{}.w")
 @given(st.lists(PATTERNS, max_size=4), st.sampled_from(["l.{}.w", "{}", "l.{}.e.{}.w1", "w"]))
 def test_partition_is_fnmatchcase_of_every_member(texts: list[str], template: str) -> None:
     stacked = template.count("{}")
