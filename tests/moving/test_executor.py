@@ -336,18 +336,28 @@ def test_dropping_an_engine_from_another_thread_ends_its_waits_and_leaves_the_ot
     def work(index: int) -> Any:
         if index == 3:
             return made[0].drop("a", "engine a was paused")
-        return made[index].run(Deadline.after(50)) if index != 1 else None
+        return made[index].run(Deadline.after(3600)) if index != 1 else None
 
     results = threads(4, work)
     assert results[0].failed == {"a": "engine a was paused"}
     assert results[0].lost == {}
     assert bits(views[2]) == bits(whole)
     assert results[2].failed == {}
-    again = threads(3, lambda i: made[i].run(Deadline.after(50)))
+    again = threads(3, lambda i: made[i].run(Deadline.after(3600)))
     assert again[0].failed == {"a": "engine a was paused"}
     assert again[0].sent == {"b": 600}
     assert again[1].lost == {"a": 0}
     assert again[1].mutated == set()
+
+
+def test_the_first_cause_is_kept() -> None:
+    made, _, _ = two_engines(1)
+    made[1].drop("a", "killed")
+    moved = run({0: made[0], 2: made[2]})
+    made[0].drop("a", "the rendezvous says so too")
+    again = run({0: made[0], 2: made[2]})
+    assert again[0].failed == moved[0].failed
+    assert again[0].lost == moved[0].lost == {"a": 1}
 
 
 def test_a_lost_process_drops_its_engine_and_is_named() -> None:
@@ -405,7 +415,7 @@ def test_mutated_counts_what_may_have_been_written(target: Any, mutated: set[str
         if not index:
             assert posted.wait(10)
             return made[0].drop("a", "killed")
-        return made[1].run(Deadline.after(50))
+        return made[1].run(Deadline.after(3600))
 
     moved = threads(2, work)[1]
     assert moved.failed.keys() == {"a"}
