@@ -275,7 +275,10 @@ def measure(told: argparse.Namespace, settings: dict[str, int]) -> list[dict[str
     """Run all cases; a row per contender."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     plan = {"mib": told.mib, "settings": settings}
-    processes, pipes = _start((told.sources, told.targets), server.port, plan)
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch._dynamo"])
+    barrier = context.Barrier(told.sources + told.targets)  # lives here: processes open it by a name that goes with it
+    processes, pipes = _start(context, (told.sources, told.targets), (server.port, plan, barrier))
     rows: list[dict[str, Any]] = []
     for name, contenders in ROUNDS.items():
         if told.only in (None, name):
@@ -286,10 +289,10 @@ def measure(told: argparse.Namespace, settings: dict[str, int]) -> list[dict[str
     return rows
 
 
-def _start(sizes: tuple[int, int], port: int, plan: dict[str, Any]) -> tuple[list[Any], list[Any]]:
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo"])
-    barrier = context.Barrier(sum(sizes))
+def _start(
+    context: Any, sizes: tuple[int, int], shared: tuple[int, dict[str, Any], Any]
+) -> tuple[list[Any], list[Any]]:
+    port, plan, barrier = shared
     pipes = [context.Pipe() for _ in range(sum(sizes))]
     processes = [
         context.Process(target=rank, args=(process, port, sizes, plan, barrier, theirs), daemon=True)
