@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ class Present:
 
 
 @pytest.fixture
-def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def use(monkeypatch: pytest.MonkeyPatch) -> Any:
     def install(*offers: Offer, **rest: Any) -> None:
         monkeypatch.setattr(doctor, "registry", lambda: Registry(offers, **rest))
 

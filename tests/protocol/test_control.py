@@ -23,7 +23,6 @@ from refit_sdk.control import (
     Address,
     Channel,
     Client,
-    Table,
     connect,
     find_token,
     listen,
@@ -31,6 +30,7 @@ from refit_sdk.control import (
 )
 from refit_sdk.errors import RendezvousError
 from refit_sdk.messages import StoreAdd, StoreCheck, StoreDelete, StoreGet, StoreReply, StoreSet
+from refit_sdk.table import Table
 
 LOOPBACK = Address("127.0.0.1", 0)
 
@@ -107,8 +107,16 @@ def test_what_is_no_address(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("host", "local"),
-    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True)]
-    + [("10.0.0.1", False), ("0.0.0.0", False), ("::", False), ("node-7", False)],
+    [
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("::1", True),
+        ("localhost", True),
+        ("10.0.0.1", False),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("node-7", False),
+    ],
 )
 def test_what_only_this_host_reaches(host: str, local: bool) -> None:
     assert Address(host, 1).is_loopback is local
