@@ -21,11 +21,12 @@ from typing import Final
 from attrs import define, field
 
 from refit_sdk import messages
-from refit_sdk.control import Channel, Table
+from refit_sdk.control import Channel
 from refit_sdk.coordinator import Coordinator
 from refit_sdk.errors import RefitError, RendezvousError
 from refit_sdk.messages import Beat, Message, StoreAdd, StoreCheck, StoreDelete, StoreGet, StoreSet, Up
 from refit_sdk.rounds import Sent
+from refit_sdk.table import Table
 
 FLUSH_SECONDS: Final = 2.0
 """How long closing waits for last words to leave."""

@@ -23,7 +23,7 @@ ROOMS = {
     "windows summary cost routes plan",
     "moving": "adapter fabric executor binding bits device narrowing",
     "protocol": "fold views manifest messages control membership agreement states push verify report seat participant "
-    "coordinator hub raising mover gathering rounds",
+    "coordinator hub raising mover gathering rounds table",
     "doors": "hookspecs interface offers plugins",
     "façades": "joining session controller",
     "shell": "cli render testing demo",
