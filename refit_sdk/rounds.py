@@ -75,7 +75,9 @@ class Rounds(ABC):
 
     def _form(self, kind: str, engines: list[str]) -> None:
         self.epoch += 1
-        self._fresh.update(name for name in engines if not self.membership.engines[name].formed)
+        # Every group has every source in it: a new source makes all of them new.
+        anew = not self._standing.issuperset(self.membership.sources.values())
+        self._fresh.update(name for name in engines if anew or not self.membership.engines[name].formed)
         self._changed = False
         links = self.membership.links(engines)
         self._agreement = Agreement(self.epoch, kind, frozenset(links), tuple(engines))

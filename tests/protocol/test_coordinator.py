@@ -330,6 +330,21 @@ def test_a_lost_source_needs_a_reform(talk: Talk) -> None:
     assert talk.last("source[0]").committed
 
 
+def test_a_source_that_comes_after_a_reform_is_connected_to_every_engine(talk: Talk) -> None:
+    talk.push(1, *EVERYBODY)
+    talk.lose("source[1]")
+    survivors = ("source[0]", "a[0]", "a[1]", "b[0]")
+    talk.ready(*survivors, kind="reform")
+    talk.form(*survivors)
+    talk.push(2, *survivors)
+    talk.enter("source[1]")
+    talk.ready(*EVERYBODY, version=3)
+    assert talk.last("a[0]").fresh == ("a", "b")
+    talk.form(*EVERYBODY)
+    talk.done(FINE, *EVERYBODY)
+    assert talk.last("source[1]").committed
+
+
 def test_the_last_source_ends_the_session(talk: Talk) -> None:
     talk.lose("source[1]")
     talk.lose("source[0]")

@@ -34,6 +34,8 @@ class Process:
     dropped: set[str] = field(factory=set)
     joined: bool = False
     closed: bool = False
+    form: messages.Form | None = None
+    groups: dict[str, list[int]] = field(factory=dict)
 
     @property
     def is_source(self) -> bool:
@@ -232,8 +234,10 @@ class Rendezvous(RuleBasedStateMachine):
             case messages.Refused():
                 process.doing, process.closed = "refused", True
             case messages.Form(epoch=epoch) if process.doing == "round":
+                process.form = message
                 self.up(process, Planned(epoch=epoch, input_digest="i", plan_digest="p"))
             case messages.Link(epoch=epoch) if process.doing == "round":
+                self.connect(process)
                 self.up(process, Linked(epoch=epoch))
             case messages.Formed():
                 assert process.doing == "round"
@@ -252,6 +256,21 @@ class Rendezvous(RuleBasedStateMachine):
                 process.doing, process.closed = "idle", not process.joined
             case messages.Closed():
                 process.closed = True
+
+    def connect(self, process: Process) -> None:
+        """Make the fresh groups. The others must have the members that the world says, or connecting would never end."""
+        assert process.form is not None
+        world = wire.decode_world(process.form.world)
+        mine = {(claim.side, claim.engine, claim.rank) for claim in process.claims}
+        number = next(seat.process for seat in world.seats if (seat.side, seat.engine, seat.rank) in mine)
+        groups = {
+            engine: sorted({seat.process for seat in world.seats if seat.side == "source" or seat.engine == engine})
+            for engine in world.engines
+        }
+        found = {engine: members for engine, members in groups.items() if number in members}
+        kept = found.keys() - set(process.form.fresh)
+        assert {engine: process.groups.get(engine) for engine in kept} == {engine: found[engine] for engine in kept}
+        process.groups = found
 
     def check_outcome(self, process: Process, outcome: messages.Outcome) -> None:
         assert process.doing == "settling"

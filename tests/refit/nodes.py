@@ -380,13 +380,27 @@ class Cast:
         """A whole push by all, except some. The `first` ones wait in it before the others begin."""
         verbs = self.verbs(version, but=but, require=require)
         for name in first:
-            self.ask(name, "holds", "waiting")
-            self.start(name, *verbs[name])
-            self.at_stage(name)
-            self.release(name)
+            self.enter(name, *verbs[name])
         for name in verbs.keys() - set(first):
             self.start(name, *verbs[name])
         return {name: self.told(name) for name in verbs}
+
+    def enter(self, name: str, verb: str, *args: Any) -> None:
+        """Tell a node a verb, and wait until the rendezvous has been told that it is in."""
+        self.ask(name, "holds", "waiting")
+        self.start(name, verb, *args)
+        self.at_stage(name)
+        self.release(name)
+
+    def begin(self, version: int, *, held: Sequence[str], but: Sequence[str] = ()) -> None:
+        """A push that some will be held in, by stages of their own. The targets among the others wait in it first."""
+        verbs = self.verbs(version, but=but)
+        for name in verbs:
+            if name not in held and not name.startswith("source"):
+                self.enter(name, *verbs[name])
+        for name in verbs:
+            if name in held or name.startswith("source"):
+                self.start(name, *verbs[name])
 
     def start_process(self, place: Place) -> None:
         """A new process for a place, in the seat of the one that was lost."""

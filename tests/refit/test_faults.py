@@ -14,6 +14,7 @@ import pytest
 from attrs import evolve
 from nodes import Cast, Place, Told, cast, columns, rows, whole
 from ranks import free_rendezvous
+from truths import silent, unfenced, unnamed, untruths
 
 DEADLINE, HEARTBEAT = 3.0, 2.0
 MARGIN = 10.0
@@ -55,38 +56,6 @@ def hear(crew: Cast, names: Iterable[str], struck: float) -> dict[str, Told]:
     return heard
 
 
-def untruths(heard: dict[str, Told], *, before: str, version: int) -> list[str]:
-    """Everything said of an engine that its living ranks' bytes or fences contradict."""
-    found = []
-    ranks = {name: told for name, told in heard.items() if not name.startswith("source")}
-    for teller, told in heard.items():
-        for engine, state in told.engines.items():
-            for name, rank in ranks.items():
-                if name.startswith(f"{engine}["):
-                    said = f"{teller} says that {engine} is {state}; {name} is {rank.content}, fenced: {rank.fenced}"
-                    found += [said] if not is_true(state, rank, before=before, version=version) else []
-    return found
-
-
-def is_true(state: str, rank: Told, *, before: str, version: int) -> bool:
-    match state:
-        case "untouched":
-            return rank.content == before
-        case "complete":
-            return rank.content == str(version) and rank.fenced is None
-        case _:
-            return state in ("torn", "in doubt")
-
-
-def unfenced(heard: dict[str, Told]) -> list[str]:
-    """Ranks that serve though they were told that their engine doesn't hold one version."""
-    return [
-        name
-        for name, told in heard.items()
-        if not name.startswith("source") and told.engines.get(name[0]) in ("torn", "in doubt") and told.fenced is None
-    ]
-
-
 def check(
     heard: dict[str, Told],
     victim: str,
@@ -97,11 +66,11 @@ def check(
     before: str = "poison",
 ) -> None:
     """All have raised and named the victim, but those of engines that committed; and nothing untrue was said."""
-    silent = [name for name, told in heard.items() if not told.raised and name[0] not in may_serve]
-    assert silent == [name for name in heard if name[0] in serves]
-    unnamed = {name: told.text for name, told in heard.items() if told.raised and (named or victim) not in told.text}
-    assert unnamed == {}
-    assert untruths(heard, before=before, version=int(before) + 1 if before.isdigit() else 1) == []
+    unraised = [name for name in silent(heard) if name[0] not in may_serve]
+    assert unraised == [name for name in heard if name[0] in serves]
+    assert unnamed(heard, named or victim) == {}
+    version = int(before) + 1 if before.isdigit() else 1
+    assert untruths(heard, before=dict.fromkeys(heard, before), version=version) == []
     assert unfenced(heard) == []
 
 
@@ -143,8 +112,7 @@ PUSHING = [
 def test_pushing(stage: str, victim: str, how: str) -> None:
     with cast(places()) as crew:
         crew.ask(victim, "holds", stage, 4 if stage == "moving" else 1)
-        for name, verb in crew.verbs(1).items():
-            crew.start(name, *verb)
+        crew.begin(1, held=[victim])
         crew.at_stage(victim)
         struck = strike(crew, victim, how)
         heard = hear(crew, others(victim), struck)
@@ -163,8 +131,7 @@ def test_killed_after_it_confirmed_while_its_engine_has_not(victim: str) -> None
         held_back = ["a[0]", "b[0]"]
         for name in held_back:
             crew.ask(name, "holds", "installing")
-        for name, verb in crew.verbs(1).items():
-            crew.start(name, *verb)
+        crew.begin(1, held=[*held_back, victim])
         for name in (*held_back, victim):
             crew.at_stage(name)
         struck = strike(crew, victim, "killed")
@@ -180,14 +147,13 @@ def test_killed_after_it_confirmed_while_its_engine_has_not(victim: str) -> None
 def test_stopped_after_it_confirmed_the_push_is_complete_and_the_next_one_names_it(victim: str) -> None:
     with cast(places()) as crew:
         crew.ask(victim, "holds", "confirmed")
-        for name, verb in crew.verbs(1).items():
-            crew.start(name, *verb)
+        crew.begin(1, held=[victim])
         crew.at_stage(victim)
         strike(crew, victim, "stopped")
         heard = {name: crew.told(name) for name in others(victim)}
         assert {told.raised for told in heard.values()} == {""}
-        assert untruths(heard, before="poison", version=1) == []
-        heard = crew.push(2, but=[victim])
+        assert untruths(heard, before=dict.fromkeys(heard, "poison"), version=1) == []
+        heard = crew.push(2, but=[victim], first=[name for name in ("a[0]", "b[0]") if name != victim])
         check(heard, victim, before="1")
         crew.ranks[victim].signal(signal.SIGCONT)
         crew.release(victim)
@@ -203,8 +169,7 @@ def test_the_controller_while_a_rank_is_at(stage: str, how: str) -> None:
         held = {"a[1]": stage, "a[0]": "installing"} if stage == "confirmed" else {"a[1]": stage}
         for name, at in held.items():
             crew.ask(name, "holds", at, 4 if at == "moving" else 1)
-        for name, verb in crew.verbs(1).items():
-            crew.start(name, *verb)
+        crew.begin(1, held=list(held))
         for name in held:
             crew.at_stage(name)
         struck = strike(crew, "controller", how)
@@ -220,11 +185,13 @@ def test_a_rank_that_beats_but_does_not_move_is_named_when_the_deadline_passes(v
     made = [evolve(place, deadline=2.0, heartbeat=60.0) for place in places()]
     with cast(made) as crew:
         crew.ask(victim, "holds", "moving", 4)
-        for name, verb in crew.verbs(1).items():
-            crew.start(name, *verb)
+        crew.begin(1, held=[victim])
         crew.at_stage(victim)
         heard = hear(crew, others(victim), time.monotonic())
-        check(heard, victim, may_serve="b")
+        held_up = {name: heard.pop(name) for name in others(victim) if victim == "a[1]" and name == "b[0]"}
+        check(heard, victim)
+        assert untruths(heard | held_up, before=dict.fromkeys(NAMES, "poison"), version=1) == []
+        assert unfenced(held_up) == []
         crew.release(victim)
         assert crew.told(victim).raised == "PushError"
 
@@ -242,8 +209,7 @@ def test_a_plain_module_refuses_its_forward_only_while_torn(stage: str, state: s
     with cast(replicas("b", plain="b")) as crew:
         assert crew.push(1)["b[0]"].content == "1"
         crew.ask("source[1]", "holds", stage, 3 if stage == "moving" else 1)
-        for name, verb in crew.verbs(2).items():
-            crew.start(name, *verb)
+        crew.begin(2, held=["source[1]"])
         crew.at_stage("source[1]")
         strike(crew, "source[1]", "killed")
         heard = {name: crew.told(name) for name in ("source[0]", "b[0]")}
@@ -283,10 +249,7 @@ def test_versions_only_go_up_and_all_sources_push_the_same() -> None:
         assert {told.raised for told in crew.push(37).values()} == {""}
         again = crew.push(37, first=["b[0]"])
         assert {(told.raised, told.engines["b"]) for told in again.values()} == {("PushError", "untouched")}
-        crew.ask("b[0]", "holds", "waiting")
-        crew.start("b[0]", "receive")
-        crew.at_stage("b[0]")
-        crew.release("b[0]")
+        crew.enter("b[0]", "receive")
         differing = crew.together({"source[0]": ("push", 38), "source[1]": ("push", 39)}) | {"b[0]": crew.told("b[0]")}
         assert {told.raised for told in differing.values()} == {"PushError"}
         assert "source[0] pushes 38" in differing["b[0]"].text
