@@ -123,20 +123,15 @@ class Coordinator(Rounds):
                     return
                 member.manifests[index] = body
                 self._changed = True
-        if message.kind == "push" and not self.membership.is_source(link) and self._lost_beside(link):
-            self._fault_beside(link)
+        lost = self.membership.lost_beside(link)
+        if message.kind == "push" and lost and not self.membership.is_source(link):
+            self._fault_beside(link, lost)
             return
         self._gathering.add(link, message)
         self._open()
 
-    def _lost_beside(self, link: int) -> dict[str, str]:
-        """The ranks that the engine of this process lost, and why."""
-        names = {name for engine in self.membership.engines_of(link) for name in engine.missing()}
-        return {name: cause for name, cause in self.membership.lost.items() if name in names}
-
-    def _fault_beside(self, link: int) -> None:
-        """Nobody waits, unknowing, in an engine that lost a rank."""
-        lost = self._lost_beside(link)
+    def _fault_beside(self, link: int, lost: dict[str, str]) -> None:
+        """Nobody waits, unknowing, for ranks that are gone."""
         causes = tuple(f"{name}: {cause}; bring it back, or reform" for name, cause in sorted(lost.items()))
         engines = {engine.name: engine.verdict() for engine in self.membership.engines_of(link)}
         self._send(link, Fault(error="PushError", causes=causes, failures=lost, engines=engines))
@@ -156,10 +151,19 @@ class Coordinator(Rounds):
         if self.state is not SessionState.GATHERING:
             return
         if self._gathering.is_reform:
+            self._call_to_reform()
             if not self._gathering.missing():
                 self._reform()
         elif not self._refuse_push() and not self._gathering.missing():
             self._start()
+
+    def _call_to_reform(self) -> None:
+        """Whoever waits in a push while others re-form would be waited for: it is told."""
+        callers = ", ".join(self._name(link) for link in self._gathering.of_kind("reform"))
+        waiting = self._gathering.take(self._gathering.of_kind("push"))
+        causes = (*self._causes_gone(), f"{callers} called reform(): call it too")
+        gone, engines = self.membership.gone, self.membership.verdicts()
+        self._tell(waiting, Fault(error="PushError", causes=causes, failures=gone, engines=engines))
 
     def _reform(self) -> None:
         self.membership.forget_lost()
@@ -214,15 +218,12 @@ class Coordinator(Rounds):
         ready = [ready for link, ready in self._gathering.sources.items() if link in self._standing]
         version = ready[0].version
         assert version is not None
+        seats = {link: Seat("source", "", rank) for rank, link in self.membership.sources.items()}
         self.push = PushRound(
             self._number,
             version=version,
             require=max(r.require for r in ready),
-            sources={
-                link: str(Seat("source", "", rank))
-                for rank, link in self.membership.sources.items()
-                if link in self._standing
-            },
+            sources={link: str(seat) for link, seat in seats.items() if link in self._standing},
             parts=[self._part(engine) for engine in going],
         )
         for engine in going:
@@ -230,10 +231,7 @@ class Coordinator(Rounds):
         names = tuple(engine.name for engine in going)
         links = [link for link in self.membership.links(names) if link in self._standing]
         self._gathering.take(links)
-        self._tell(
-            links,
-            messages.Go(epoch=self.epoch, push=self._number, version=version, engines=names),
-        )
+        self._tell(links, messages.Go(epoch=self.epoch, push=self._number, version=version, engines=names))
         self._ends = self._now + self._deadline
 
     def _part(self, engine: Engine) -> EnginePart:

@@ -40,6 +40,10 @@ class Gathering:
         """The processes that are here."""
         return set(self._ready)
 
+    def of_kind(self, kind: str) -> list[int]:
+        """The processes that are here for a push, or for a reform."""
+        return [link for link, ready in sorted(self._ready.items()) if ready.kind == kind]
+
     @property
     def opening(self) -> list[Ready]:
         """What opens a round: any source's word, and any call for a reform."""

@@ -226,6 +226,11 @@ class Membership:
         """Every rank that isn't here any more, and why."""
         return {**self.lost, **self.left}
 
+    def lost_beside(self, link: int) -> dict[str, str]:
+        """The ranks that a target can't receive without and that were lost, and why: sources, and its engine's."""
+        names = {name for engine in self.engines_of(link) for name in engine.missing()}
+        return {n: cause for n, cause in self.lost.items() if n in names or n.startswith("source[")}
+
     @property
     def lacks_source(self) -> bool:
         """Whether a source is gone."""

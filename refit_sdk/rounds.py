@@ -120,10 +120,12 @@ class Rounds(ABC):
     def _stand(self, agreement: Agreement) -> None:
         """Go on from an epoch that all have connected."""
 
+    def _causes_gone(self) -> list[str]:
+        return [f"{name}: {cause}" for name, cause in sorted(self.membership.gone.items())]
+
     def _fault_lost(self) -> None:
-        gone = self.membership.gone
-        causes = [f"{name}: {cause}" for name, cause in sorted(gone.items())]
-        self._fault("PushError", [*causes, "call reform() on every survivor, or bring the ranks back"], failures=gone)
+        causes = [*self._causes_gone(), "call reform() on every survivor, or bring the ranks back"]
+        self._fault("PushError", causes, failures=self.membership.gone)
 
     def _fault(
         self, error: str, causes: Iterable[str], *, failures: dict[str, str] | None = None, event: str = "fault"

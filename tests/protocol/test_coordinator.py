@@ -287,6 +287,26 @@ def test_receiving_beside_a_lost_rank_is_an_error_at_once(talk: Talk) -> None:
     assert "Fault" not in talk.kinds("b[0]")
 
 
+def test_receiving_after_a_source_was_lost_is_an_error_at_once(talk: Talk) -> None:
+    talk.lose("source[1]")
+    talk.ready("source[0]")
+    talk.ready("b[0]")
+    assert talk.last("b[0]").failures == {"source[1]": "it is gone"}
+
+
+def test_who_waits_in_a_push_is_called_to_the_reform(talk: Talk) -> None:
+    talk.ready("b[0]")
+    talk.lose("a[1]")
+    assert "Fault" not in talk.kinds("b[0]")
+    talk.ready("source[0]", "source[1]", "a[0]", kind="reform")
+    assert talk.last("b[0]").causes == ("a[1]: it is gone", "source[0] called reform(): call it too")
+    talk.ready("b[0]")
+    assert "source[0], source[1], a[0] called reform()" in talk.last("b[0]").causes[1]
+    talk.ready("b[0]", kind="reform")
+    talk.form("source[0]", "source[1]", "b[0]")
+    assert talk.last("b[0]") == messages.Formed(epoch=2)
+
+
 def test_a_rank_lost_in_idle_is_told_to_its_own_engine_and_to_the_next_push(talk: Talk) -> None:
     talk.ready("a[0]", "b[0]")
     talk.lose("a[1]", "no sign of life")

@@ -258,13 +258,13 @@ class Rendezvous(RuleBasedStateMachine):
                 process.closed = True
 
     def connect(self, process: Process) -> None:
-        """Make the fresh groups. The others must have the members that the world says, or connecting would never end."""
+        """Make the fresh groups. The others must have the members that the world says: connecting would never end."""
         assert process.form is not None
         world = wire.decode_world(process.form.world)
         mine = {(claim.side, claim.engine, claim.rank) for claim in process.claims}
         number = next(seat.process for seat in world.seats if (seat.side, seat.engine, seat.rank) in mine)
         groups = {
-            engine: sorted({seat.process for seat in world.seats if seat.side == "source" or seat.engine == engine})
+            engine: sorted({seat.process for seat in world.seats if seat.engine in ("", engine)})
             for engine in world.engines
         }
         found = {engine: members for engine, members in groups.items() if number in members}

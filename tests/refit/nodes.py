@@ -224,6 +224,8 @@ class Node:
 
         def held(message: Any) -> None:
             send(message)
+            if isinstance(message, Ready) and self.stage.name == "waiting":
+                client.check([])  # answered in order: the rendezvous has taken the word
             if isinstance(message, (Ready, Done)):
                 self.stage("waiting" if isinstance(message, Ready) else "confirmed")
 
