@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from refit_sdk.messages import Done, EngineDone, Verdict
 from refit_sdk.states import PushState
@@ -37,7 +37,8 @@ class Cause:
 class EnginePart:
     """What is known of one engine in this push. `names` maps its processes to their ranks' names.
 
-    `version` is what it served before; `torn` says that it is a mix of versions already.
+    `version` is what it served before; `torn` says that it is a mix of versions already. `told` is the cause that the
+    ranks were told when they were asked to drop it: a rank that gives it back says nothing of itself.
     """
 
     name: str
@@ -47,6 +48,7 @@ class EnginePart:
     done: dict[int, EngineDone] = field(factory=dict)
     gone: set[int] = field(factory=set)
     first: Cause | None = None
+    told: str = ""
     verdict: Verdict | None = None
 
     @property
@@ -113,7 +115,9 @@ class PushRound:
                 part.done[link] = said
             speaker = self.name(link)
             cause = Cause(said.lost or speaker, said.cause, hearsay=bool(said.lost))
-            if said.cause and self._fail(part, cause, knows=part.first is not None and part.first.name == speaker):
+            echo = said.cause == part.told
+            knows = part.first is not None and part.first.name == speaker and not echo
+            if said.cause and self._fail(part, cause, knows=knows):
                 failed.append(part)
         return failed
 
@@ -143,7 +147,7 @@ class PushRound:
         """Keep the first cause; whether it is the first. Who `knows` replaces hearsay."""
         first = part.first is None
         if part.verdict is None and (first or (knows and part.first is not None and part.first.hearsay)):
-            part.first = cause
+            part.first, part.told = cause, part.told or str(cause)
             return first
         return False
 
@@ -157,6 +161,9 @@ class PushRound:
         """Decide the engines that nobody is waited for; those newly decided."""
         ripe = [part for part in self.undecided if not part.waiting_for]
         for part in ripe:
+            if part.first is not None and part.first.hearsay and self.silent:
+                silent = ", ".join(self.name(link) for link in sorted(self.silent))
+                part.first = evolve(part.first, text=f"{part.first.text}; no word yet from {silent}")
             part.decide(self.version)
         return ripe
 

@@ -253,9 +253,9 @@ def page(tally: Tally, *, seeds: range, seconds: float) -> str:
     commit = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
     head = (
         "# The fault campaign\n\n"
-        "Written by `tests/campaigns/faults.py`, which says how it goes. Each line: what was done to a rank, how often,\n"
-        "and how many times a rank was told each state of an engine. Every state told was held against the engine's\n"
-        "bytes and fences.\n\n"
+        "Written by `tests/campaigns/faults.py`, which says how it goes. Each line: what was done to a rank, how\n"
+        "often, and how many times a rank was told each state of an engine. Every state told was held against the\n"
+        "engine's bytes and fences.\n\n"
         f"{datetime.now(UTC):%Y-%m-%d}, commit {commit}, seeds {seeds.start} to {seeds.stop - 1}, "
         f"{seconds / 60:.0f} minutes: {sum(tally.tries.values())} losses, {tally.pushes} pushes to be exact, "
         f"{len(tally.faults)} faults.\n\n"

@@ -135,6 +135,23 @@ def test_a_rank_that_is_fine_does_not_clear_the_blame_on_it() -> None:
     assert push.parts["a"].cause == "source[0]: a[0] lost it"
 
 
+def test_what_a_rank_was_told_is_not_its_own_word() -> None:
+    push = a_push()
+    says(push, 3, failed("a[0] lost it", lost="source[0]"))
+    says(push, 1, failed("source[0]: a[0] lost it"), of="a")
+    assert push.lost(1, "it is gone")[0].name == "b"
+    assert push.parts["a"].cause == "source[0]: it is gone"
+
+
+def test_hearsay_alone_is_told_with_those_who_are_still_silent() -> None:
+    push = a_push()
+    says(push, 1, of="a")
+    says(push, 3, failed("a[0] lost it", lost="a[1]"))
+    says(push, 4, failed("a[1]: a[0] lost it"))
+    push.decide()
+    assert push.verdicts["a"].cause == "a[1]: a[0] lost it; no word yet from source[1], b[0]"
+
+
 def test_the_loss_of_another_does_not_replace_what_a_rank_said_of_itself() -> None:
     push = a_push()
     says(push, 3, failed("no kernel"))

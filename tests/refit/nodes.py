@@ -317,7 +317,7 @@ class Node:
             text="" if error is None else str(error),
             failures=getattr(error, "failures", {}),
             engines=getattr(error, "engines", states),
-            content=self.content(range(1, 20)) if self.place.engine else "",
+            content=self.content(range(1, 64)) if self.place.engine else "",
             fenced=self.fenced() if self.place.engine else None,
             at=at,
             value=value if isinstance(value, (int, str, list, tuple)) else None,
