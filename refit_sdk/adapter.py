@@ -67,7 +67,10 @@ class SourceAdapter(Protocol):
 
 @runtime_checkable
 class TargetAdapter(Protocol):
-    """What a generating rank's model holds, and how it takes new weights. Made as `adapter(model, rank=r, size=n)`."""
+    """What a generating rank's model holds, and how it takes new weights. Made as `adapter(model, rank=r, size=n)`.
+
+    An adapter that knows of tensors it doesn't describe may list their names as `uncovered`, for the session's.
+    """
 
     name: ClassVar[str]
 

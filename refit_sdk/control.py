@@ -115,7 +115,7 @@ class Channel:
         """Prove the token to the other end and have it prove it, each message in `seconds`, or `RendezvousError`."""
         self._socket = sock
         self._connection = Connection(os.dup(sock.fileno()))
-        self.local_host = str(sock.getsockname()[0])
+        self.local_host = socket.getnameinfo(sock.getsockname(), socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)[0]
         """The address of this host as seen on the way to the other end."""
         self._lock = threading.Lock()
         try:

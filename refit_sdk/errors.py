@@ -32,7 +32,7 @@ class PlanError(RefitError):
 
 
 class PluginError(RefitError):
-    """A plug-in that can't be used: it doesn't import, isn't there, or shares its name with another."""
+    """A plug-in that can't be used: it doesn't import, isn't there, shares its name with another, or fails."""
 
     def __init__(self, message: str, *, plugin: str) -> None:
         super().__init__(message)

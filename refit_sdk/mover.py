@@ -14,8 +14,9 @@ from collections.abc import Iterable
 from attrs import define, field
 
 from refit_sdk.binding import Finder
+from refit_sdk.errors import RefitError
 from refit_sdk.executor import Executor, Moved
-from refit_sdk.fabric import Deadline, Fabric, Group, KeyValue
+from refit_sdk.fabric import Deadline, Fabric, FabricError, Group, KeyValue
 from refit_sdk.plan import Plan
 from refit_sdk.program import Program
 
@@ -64,15 +65,22 @@ class Mover:
         for engine in [name for name in self._groups if name not in needed or name in standing.fresh]:
             self._groups.pop(engine).close()
         for engine in sorted(needed.keys() - self._groups.keys()):
-            group = self._fabric.connect(
-                group=f"{standing.epoch}/{engine}",
-                members=needed[engine],
-                process=standing.process,
-                store=store,
-                timeout=timeout,
-            )
+            group = self._connected(engine, needed[engine], store=store, timeout=timeout)
             with self._lock:
                 self._groups[engine] = group
+        standing.fresh = ()
+
+    def _connected(self, engine: str, members: list[int], *, store: KeyValue, timeout: float) -> Group:
+        group = f"{self._stands.epoch}/{engine}"
+        process = self._stands.process
+        try:
+            return self._fabric.connect(group=group, members=members, process=process, store=store, timeout=timeout)
+        except Exception as error:
+            told = str(error) if isinstance(error, RefitError) else f"{type(error).__name__}: {error}"
+            peer = error.peer if isinstance(error, FabricError) else None
+            raise FabricError(
+                f"fabric {self._fabric.name!r} can't connect the group of engine {engine}: {told}", peer=peer
+            ) from error
 
     def mine(self, engines: Iterable[str]) -> frozenset[str]:
         """Those of some engines that this process has a part in."""

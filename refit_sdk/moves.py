@@ -19,7 +19,7 @@ from attrs import frozen
 from refit_sdk.balance import share
 from refit_sdk.box import Box
 from refit_sdk.dtypes import itemsize
-from refit_sdk.errors import PluginError, UnsupportedMoveError
+from refit_sdk.errors import PluginError, RefitError, UnsupportedMoveError
 from refit_sdk.families import Processes, Sides, intern
 from refit_sdk.overlap import Boxes, meet, pairs, volume
 from refit_sdk.pieces import Family, Pieces
@@ -218,7 +218,7 @@ def _call(
         holders,
         itemsize,
     )
-    found = transport.steps(asked, topology)
+    found = _asked(transport, asked, topology)
     engine = moves.engine[rows]
     _check(asked, found, transport.name, _members(sides, engine, found))
     move = rows[found.move]
@@ -236,6 +236,19 @@ def _call(
         found.round,
         np.full(len(move), -1, np.int64),
     )
+
+
+def _asked(transport: Transport, asked: Moves, topology: Topology) -> Steps:
+    try:
+        return transport.steps(asked, topology)
+    except RefitError:
+        raise
+    except Exception as error:
+        raise PluginError(
+            f"transport {transport.name!r} failed when asked for the steps of {len(asked)} moves: "
+            f"{type(error).__name__}: {error}; route those tensors to another, or mend it",
+            plugin=transport.name,
+        ) from error
 
 
 def _lists(sets: tuple[Processes, ...], which: Ints) -> tuple[Ints, Ints]:

@@ -76,9 +76,18 @@ class Participant:
         return [held for held in (self._source, self._target) if held is not None]
 
     @property
+    def _own_name(self) -> str:
+        return "+".join(str(held.claim) for held in self.held)
+
+    @property
     def plan(self) -> Plan | None:
         """The plan of the current epoch; None for a late rank before its first push."""
         return self._mover.standing.plan if self._mover.standing is not None else None
+
+    @property
+    def uncovered(self) -> tuple[str, ...]:
+        """Names of the target's tensors that no push writes."""
+        return self._target.uncovered if self._target is not None else ()
 
     @property
     def client(self) -> Client:
@@ -174,11 +183,12 @@ class Participant:
             step()
         except RefitError as error:
             causes = causes_of(error)
-            if isinstance(error, FabricError) and error.peer is not None:
-                causes = (f"{self._mover.name(error.peer)}: {error}",)
+            if isinstance(error, FabricError):
+                who = self._own_name if error.peer is None else self._mover.name(error.peer)
+                causes = (f"{who}: {error}",)
             self._say(messages.Failed(epoch=epoch, error=type(error).__name__, causes=causes))
         except BaseException as error:
-            cause = f"{'+'.join(str(held.claim) for held in self.held)}: {type(error).__name__}: {error}"
+            cause = f"{self._own_name}: {type(error).__name__}: {error}"
             self._say(messages.Failed(epoch=epoch, error="PushError", causes=(cause,)))
             raise
 
@@ -193,6 +203,7 @@ class Participant:
     def _link(self, link: Link, *, sums: bool) -> None:
         self._mover.connect(self._client, timeout=self._deadline)
         parts = self._sums() if sums else ()
+        self._gave_word = True
         self._say(messages.Linked(epoch=link.epoch, sums=parts))
 
     def _sums(self) -> Sums:
@@ -207,14 +218,14 @@ class Participant:
         `released` is called when the sources may change their values again. Raises what went wrong.
         """
         begun = time.perf_counter()
-        self._gate.served = False
+        self._gate.served = self._gave_word = False
         for held in self.held:
             held.prepare()
         self._refresh()
         try:
             go = self._gather(version, require)
         except RendezvousError as error:
-            raise self._cut_off(error, PushState.UNTOUCHED) from error
+            raise self._cut_off(error, self._alone() if self._gave_word else PushState.UNTOUCHED) from error
         agreed = time.perf_counter()
         return self._deliver(go, agree=agreed - begun, released=released)
 
@@ -227,7 +238,7 @@ class Participant:
     def _gather(self, version: int | None, require: int) -> Go:
         bodies = tuple(held.changed_body() for held in self.held)
         source = self._source is not None
-        self._say(messages.Ready(kind="push", version=version, require=require, manifests=bodies, sums=self._sums()))
+        self._say(messages.Ready(kind="push", version=version, require=require, manifests=bodies))
         go = self._round(bounded=source, sums=source)
         if not isinstance(go, Go):
             raise RendezvousError("the others re-formed the session while this rank waited for a push: call it again")
@@ -303,7 +314,7 @@ class Participant:
             cause = install.cause if install is not None and name == own else moved.failed.get(name, "")
             lost = self._mover.name(moved.lost[name]) if name in moved.lost else ""
             if lost:
-                cause = f"{'+'.join(str(held.claim) for held in self.held)} {cause}"
+                cause = f"{self._own_name} {cause}"
             done[name] = EngineDone(moved.sent.get(name, 0), moved.arrived.get(name, 0), cause, mutated, lost)
         try:
             self._say(Done(push=go.push, engines=done))
@@ -313,13 +324,15 @@ class Participant:
             raise self._cut_off(error, self._alone_with(said)) from error
 
     def _alone_with(self, said: EngineDone | None) -> PushState:
-        """What this rank knows of its engine by itself. Of the engine's other ranks it knows nothing."""
+        """What this rank knows of its engine by itself, after it moved."""
         if said is None or not said.cause:
             return PushState.IN_DOUBT
-        if said.mutated:
-            return PushState.TORN
-        assert self._target is not None
-        return PushState.UNTOUCHED if self._target.claim.size == 1 else PushState.IN_DOUBT
+        return PushState.TORN if said.mutated else self._alone()
+
+    def _alone(self) -> PushState:
+        """What a rank that wasn't written to knows of its engine by itself: of the engine's other ranks, nothing."""
+        whole = self._target is not None and self._target.claim.size == 1
+        return PushState.UNTOUCHED if whole else PushState.IN_DOUBT
 
     def _outcome(self, go: Go) -> Outcome:
         while True:

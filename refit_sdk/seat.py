@@ -44,13 +44,20 @@ class Held:
         self._sent = self.body
 
     def _describe(self) -> None:
-        fragments = [fragment for fragment in self._adapter.describe() if not self._frozen(fragment.name)]
+        described = self._adapter.describe()
+        fragments = [fragment for fragment in described if not self._frozen(fragment.name)]
+        self._left_alone = {fragment.name for fragment in described if self._frozen(fragment.name)}
         if self.claim.side == "target":
             check_storage(fragments)
         self.body = wire.encode(fold(fragments))
         self.views = Views(fragments)
         self._shapes = {name: f.shape for f in fragments for name in (f.name, *f.aliases)}
         self._identity = self._adapter.identity()
+
+    @property
+    def uncovered(self) -> tuple[str, ...]:
+        """Names of tensors that no push writes: frozen ones, and those that the adapter says aren't described."""
+        return tuple(sorted({*getattr(self._adapter, "uncovered", ()), *self._left_alone}))
 
     def prepare(self) -> None:
         """Let a source make its values ready to be read."""

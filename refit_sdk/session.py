@@ -216,6 +216,15 @@ class RefitSession:
             raise RefitError("there is no plan yet: this rank came late, and is in from the next push on")
         return plan
 
+    @property
+    def uncovered(self) -> tuple[str, ...]:
+        """Names of this target's tensors that no push writes, sorted: those that `frozen` leaves out, and those that
+        the adapter knows of and doesn't describe, such as non-persistent buffers. `()` on a rank that only trains.
+
+        They stay as the engine has them. What is derived from weights belongs into the adapter's `install`.
+        """
+        return self._participant.uncovered
+
     def push(
         self, *, version: int, require: int | Literal["all"] = "all", wait: bool = True
     ) -> PushReport | PushHandle:

@@ -87,6 +87,7 @@ def pair(*, address: Address = LOOPBACK, token: bytes = OPEN_TOKEN) -> Iterator[
         ("tcp://10.0.0.1:29600", "10.0.0.1", 29600),
         ("tcp://node-7:1", "node-7", 1),
         ("tcp://[::1]:29600", "::1", 29600),
+        ("tcp://[fe80::1%eth0]:29600", "fe80::1%eth0", 29600),
         ("tcp://[fe80::1%25eth0]:29600", "fe80::1%25eth0", 29600),
     ],
 )

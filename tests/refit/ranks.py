@@ -34,7 +34,7 @@ def free_rendezvous(host: str = "127.0.0.1") -> str:
     """An address with a port that nobody has now."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as sock:
-        sock.bind((host, 0))
+        sock.bind(socket.getaddrinfo(host, 0, family, socket.SOCK_STREAM)[0][4])
         port = sock.getsockname()[1]
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 

@@ -339,6 +339,21 @@ def test_untied_tensors_unequal_by_one_element(ranks: Crew) -> None:
     assert [said.faults for each in found for said in each] == [()] * 8
 
 
+def test_untied_tensors_on_two_source_ranks_must_be_equal(ranks: Crew) -> None:
+    def apart(values: str) -> Ranks:
+        whole = Box.whole(SHAPE)
+        return (Held(NAME, SHAPE, whole),), (Held(OTHER, SHAPE, whole, values=values),)
+
+    equal, unequal = apart(NAME), apart(OTHER)
+    pushes = [[Push(version=1), Push(version=2, held=unequal[r]), Push(version=2, held=equal[r])] for r in range(2)]
+    found = pushing(ranks, free_rendezvous(), equal, columns(aliases=(OTHER,)), *pushes)
+    for each in found:
+        assert [said.kind for said in each] == ["", "PlanError", ""], each
+        assert [said.faults for said in each] == [()] * 3
+        assert f"{OTHER} and {NAME} are one tensor" in each[1].text or f"{NAME} and {OTHER} are one" in each[1].text
+        assert "nothing was moved" in each[1].text
+
+
 @pytest.mark.parametrize("version", [5, 4])
 def test_versions_only_go_up(ranks: Crew, version: int) -> None:
     where = free_rendezvous()

@@ -184,6 +184,24 @@ def test_gloo_goes_where_the_rendezvous_is(ranks: Crew) -> None:
     assert everywhere(ranks, free_rendezvous(host), {}, {"token": TOKEN}) == [{host}] * 3
 
 
+def test_a_link_local_address_keeps_its_interface(ranks: Crew) -> None:
+    host = a_link_local_address()
+    if host is None:
+        pytest.skip("this machine has no link-local IPv6 address")
+    found = everywhere(ranks, free_rendezvous(host), {}, {"token": TOKEN})
+    assert found == [{host.partition("%")[0]}] * 3
+
+
+def a_link_local_address() -> str | None:
+    """A link-local IPv6 address of this host, with its interface."""
+    try:
+        lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+    except OSError:
+        return None
+    found = [(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(line[0])), line[5]) for line in lines if line[3] == "20"]
+    return "%".join(found[0]) if found else None
+
+
 def everywhere(ranks: Crew, where: str, fabric: dict[str, str], options: dict[str, Any]) -> list[set[str]]:
     """Two sources and a target push twice; the addresses of each one's sockets."""
     jobs: list[Job] = [(pinned, (give_twice, (where, cut(2, 0), rank), fabric, options)) for rank in range(2)]
