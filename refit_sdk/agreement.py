@@ -16,12 +16,16 @@ Sums = tuple[tuple[str, str, int, int], ...]
 
 @define
 class Agreement:
-    """One forming of an epoch. `kind` is what called for it: "join", "push" or "reform"."""
+    """One forming of an epoch. `kind` is what called for it: "join", "push" or "reform".
+
+    `stands`: the epoch stands already, and only every participant's word is asked for.
+    """
 
     epoch: int
     kind: str
     links: frozenset[int]
     engines: tuple[str, ...]
+    stands: bool = False
     _planned: dict[int, Planned] = field(factory=dict, init=False)
     _linked: dict[int, Linked] = field(factory=dict, init=False)
 
@@ -42,12 +46,15 @@ class Agreement:
 
     def waiting_for(self) -> list[int]:
         """The participants that the current step waits for."""
-        done = self._linked.keys() if self._planned.keys() >= self.links else self._planned.keys()
-        return sorted(self.links - done)
+        return sorted(self.links - (self._linked.keys() if self._all_planned else self._planned.keys()))
+
+    @property
+    def _all_planned(self) -> bool:
+        return self.stands or self._planned.keys() >= self.links
 
     def step(self) -> str:
         """What is waited for."""
-        return "connect" if self._planned.keys() >= self.links else "plan"
+        return "connect" if self._all_planned else "plan"
 
     def disagreement(self) -> tuple[int, int] | None:
         """Two participants whose digests differ, or None."""

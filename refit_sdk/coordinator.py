@@ -202,8 +202,9 @@ class Coordinator(Rounds):
         if self._changed or self._fresh.intersection(names) or any(not engine.formed for engine in wanted):
             self._happen("changed")
             self._form("push", names)
-        elif not self._refuse_ties(self._gathering.sums):
-            self._go(names)
+        else:
+            self._happen("unchanged")
+            self._ask(names)
 
     def _refuse_ties(self, sums: Sums) -> bool:
         causes = refused_ties(sums)

@@ -100,11 +100,6 @@ class Gathering:
         """Whether ranks are gone that the push can't do without."""
         return bool(self._membership.gone) and (not self.require or len(self.wanted()) < self.require)
 
-    @property
-    def sums(self) -> Sums:
-        """The parts of the digests of tied tensors that came with the sources' words."""
-        return tuple(entry for ready in self.sources.values() for entry in ready.sums)
-
 
 def refused_ties(sums: Sums) -> list[str]:
     """What to say of tied tensors that the sources hold different values of.

@@ -74,15 +74,13 @@ class Hello(Message, frozen=True):
 class Ready(Message, frozen=True):
     """This process has entered `push`, `receive` or `reform`. A manifest is sent only where it changed.
 
-    `version` and `require` (0: all) are a source's; `sums` are its parts of the digests of tensors that a target ties:
-    (name, other name, sum, other sum).
+    `version` and `require` (0: all) are a source's.
     """
 
     kind: Literal["push", "reform"]
     manifests: tuple[bytes | None, ...]
     version: int | None = None
     require: int = 0
-    sums: tuple[tuple[str, str, int, int], ...] = ()
 
 
 class Planned(Message, frozen=True):
@@ -94,7 +92,10 @@ class Planned(Message, frozen=True):
 
 
 class Linked(Message, frozen=True):
-    """This process has connected its groups of the epoch. `sums` as in `Ready`, where a push called for the epoch."""
+    """This process has connected its groups of the epoch: its word, where a push is to follow.
+
+    `sums` are then a source's parts of the digests of tensors that a target ties: (name, other name, sum, other sum).
+    """
 
     epoch: int
     sums: tuple[tuple[str, str, int, int], ...] = ()
@@ -190,7 +191,7 @@ class Form(Message, frozen=True):
 
 
 class Link(Message, frozen=True):
-    """All plans are equal: connect the fresh groups."""
+    """All plans are equal, or stand since an earlier push: connect the fresh groups, if any, and give your word."""
 
     epoch: int
 

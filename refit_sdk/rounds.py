@@ -86,6 +86,13 @@ class Rounds(ABC):
         self._tell(links, messages.Form(epoch=self.epoch, world=body, settings=self.membership.settings, fresh=fresh))
         self._ends = self._now + self._deadline
 
+    def _ask(self, engines: Iterable[str]) -> None:
+        """The epoch stands: ask for everybody's word. Who hasn't given it knows that no byte moves."""
+        links = [link for link in self.membership.links(engines) if link in self._standing]
+        self._agreement = Agreement(self.epoch, "push", frozenset(links), tuple(engines), stands=True)
+        self._tell(links, messages.Link(epoch=self.epoch))
+        self._ends = self._now + self._deadline
+
     def _is_current(self, epoch: int) -> bool:
         return self._agreement is not None and self._agreement.epoch == epoch
 
@@ -108,13 +115,18 @@ class Rounds(ABC):
         assert agreement is not None
         if not agreement.linked(link, message):
             return
-        self._agreement, self._standing = None, agreement.links
+        self._agreement = None
+        if not agreement.stands:
+            self._adopt(agreement)
+        self._stand(agreement)
+
+    def _adopt(self, agreement: Agreement) -> None:
+        self._standing = agreement.links
         self._fresh.difference_update(agreement.engines)
         for name, engine in self.membership.engines.items():
             engine.formed = name in agreement.engines
             if engine.formed:
                 engine.happen("formed")
-        self._stand(agreement)
 
     @abstractmethod
     def _stand(self, agreement: Agreement) -> None:

@@ -60,7 +60,7 @@ SESSION: Final[Mapping[tuple[SessionState, str], SessionState]] = {
     (SessionState.IDLE, "opened"): SessionState.GATHERING,
     (SessionState.IDLE, "source lost"): SessionState.BROKEN,
     (SessionState.GATHERING, "changed"): SessionState.FORMING,
-    (SessionState.GATHERING, "go"): SessionState.MOVING,
+    (SessionState.GATHERING, "unchanged"): SessionState.FORMING,
     (SessionState.GATHERING, "fault"): SessionState.IDLE,
     (SessionState.GATHERING, "source lost"): SessionState.BROKEN,
     (SessionState.MOVING, "ended"): SessionState.IDLE,

@@ -83,10 +83,18 @@ class Talk:
         for name in names:
             self.up(name, Linked(epoch=self.hub.epoch))
 
-    def ready(self, *names: str, kind: str = "push", version: int = 1, require: int = 0) -> None:
+    def word(self, *names: str) -> None:
+        """These ranks give their word for an epoch that stands."""
+        for name in names:
+            self.up(name, Linked(epoch=self.hub.epoch))
+
+    def ready(self, *names: str, kind: str = "push", version: int = 1, require: int = 0, word: bool = True) -> None:
+        """These ranks enter a push or a reform, and give their word if they are asked for it at once."""
         for name in names:
             own = version if name.startswith("source") and kind == "push" else None
             self.up(name, Ready(kind=kind, manifests=(None,), version=own, require=require))  # type: ignore[arg-type]
+        if word:
+            self.word(*(name for name in names if isinstance(self.last(name), messages.Link)))
 
     def done(self, said: EngineDone, *names: str) -> None:
         assert self.hub.push is not None
@@ -201,11 +209,39 @@ def test_a_version_that_can_not_be_pushed(talk: Talk, versions: tuple[int, int],
 
 
 def test_tied_tensors_of_different_values_move_nothing(talk: Talk) -> None:
-    talk.ready("a[0]", "a[1]", "b[0]")
+    talk.ready(*EVERYBODY, word=False)
     for name, mine in (("source[0]", (5, 1)), ("source[1]", (2, 5))):
-        talk.up(name, Ready(kind="push", manifests=(None,), version=1, sums=(("head", "embed", *mine),)))
+        talk.up(name, Linked(epoch=talk.hub.epoch, sums=(("head", "embed", *mine),)))
+    talk.word("a[0]", "a[1]", "b[0]")
     assert talk.last("b[0]").error == "PlanError"
     assert "head and embed are one tensor at a target" in talk.last("b[0]").causes[0]
+
+
+def test_nobody_moves_before_everybody_has_given_its_word(talk: Talk) -> None:
+    talk.ready(*EVERYBODY, word=False)
+    talk.word(*EVERYBODY[:-1])
+    assert "Go" not in [kind for name in EVERYBODY for kind in talk.kinds(name)]
+    talk.word(EVERYBODY[-1])
+    assert {talk.kinds(name)[-1] for name in EVERYBODY} == {"Go"}
+
+
+def test_a_loss_before_the_last_word_leaves_all_untouched_and_connects_anew(talk: Talk) -> None:
+    talk.ready(*EVERYBODY, word=False)
+    talk.word(*EVERYBODY[:-1])
+    talk.lose("b[0]")
+    survivors = EVERYBODY[:-1]
+    assert {verdict.state for name in survivors for verdict in talk.last(name).engines.values()} == {"untouched"}
+    talk.ready(*survivors, require=1)
+    assert talk.last("a[0]").fresh == ("a",)
+    talk.form(*survivors)
+    assert talk.last("a[0]").engines == ("a",)
+
+
+def test_who_does_not_give_its_word_is_named_at_the_deadline(talk: Talk) -> None:
+    talk.ready(*EVERYBODY, word=False)
+    talk.word(*EVERYBODY[1:])
+    talk.wait(10)
+    assert talk.last("b[0]").causes == ("source[0] didn't connect in 10 s",)
 
 
 def test_who_does_not_call_push_is_named_at_the_deadline(talk: Talk) -> None:

@@ -25,7 +25,7 @@ from refit_backends.gloo import GlooFabric
 from refit_sdk.box import Box
 from refit_sdk.controller import RefitController
 from refit_sdk.errors import FencedError
-from refit_sdk.messages import Done, Ready
+from refit_sdk.messages import Done, Linked, Ready
 from refit_sdk.session import RefitSession
 
 NAME, SHAPE = "model.layers.0.w", (64, 8)
@@ -223,6 +223,8 @@ class Node:
         send = client.send
 
         def held(message: Any) -> None:
+            if isinstance(message, Linked):
+                self.stage("agreeing")
             send(message)
             if isinstance(message, Ready) and self.stage.name == "waiting":
                 client.check([])  # answered in order: the rendezvous has taken the word

@@ -103,7 +103,8 @@ def test_joining(stage: str, victim: str, how: str) -> None:
 
 PUSHING = [
     *((stage, victim) for stage in ("preparing", "moving") for victim in ("source[0]", "source[1]")),
-    *((stage, "a[1]") for stage in ("looking", "moving", "installing")),
+    *((stage, "a[1]") for stage in ("looking", "agreeing", "moving", "installing")),
+    ("agreeing", "source[1]"),
 ]
 
 
@@ -116,9 +117,9 @@ def test_pushing(stage: str, victim: str, how: str) -> None:
         crew.at_stage(victim)
         struck = strike(crew, victim, how)
         heard = hear(crew, others(victim), struck)
-        check(heard, victim, serves="b" if victim == "a[1]" and stage not in ("looking",) else "")
+        check(heard, victim, serves="b" if victim == "a[1]" and stage in ("moving", "installing") else "")
         if victim != "source[0]":
-            expected = "untouched" if stage in ("preparing", "looking") else "torn"
+            expected = "torn" if stage in ("moving", "installing") else "untouched"
             assert {told.engines["a"] for name, told in heard.items() if name[0] in "sa"} == {expected}
         if how == "stopped":
             go_on(crew, victim)
@@ -163,7 +164,7 @@ def test_stopped_after_it_confirmed_the_push_is_complete_and_the_next_one_names_
 
 
 @pytest.mark.parametrize("how", SIGNALS)
-@pytest.mark.parametrize("stage", ["looking", "moving", "installing", "confirmed"])
+@pytest.mark.parametrize("stage", ["looking", "agreeing", "moving", "installing", "confirmed"])
 def test_the_controller_while_a_rank_is_at(stage: str, how: str) -> None:
     with cast(places(), controlled=True) as crew:
         held = {"a[1]": stage, "a[0]": "installing"} if stage == "confirmed" else {"a[1]": stage}
