@@ -36,6 +36,8 @@ class FragmentsAdapter:
     def __init__(self, model: Any, *, rank: int, size: int) -> None:
         self._model = model
         self._fence = Fence((model,) if isinstance(model, torch.nn.Module) else ())
+        self._seen: list[Fragment] = []
+        self._words = 0
 
     @classmethod
     def accepts(cls, model: Any) -> bool:
@@ -55,7 +57,11 @@ class FragmentsAdapter:
 
     def identity(self) -> Hashable:
         """Changes when `refit_fragments` gives other names, boxes or storage than before."""
-        return hash(tuple([_of(fragment) for fragment in self._model.refit_fragments()]))
+        fragments = list(self._model.refit_fragments())
+        if list(map(id, fragments)) != list(map(id, self._seen)):
+            self._words = hash(tuple([(f.name, f.shape, f.box, f.granule, f.aliases) for f in fragments]))
+        self._seen = fragments  # kept, so that an equal id is the same frozen object
+        return hash((self._words, tuple([state(fragment.view) for fragment in fragments])))
 
     @property
     def fenced(self) -> str | None:
@@ -67,10 +73,9 @@ class FragmentsAdapter:
         self._ask("refit_install", version=version)
 
     def fence(self, reason: str) -> None:
-        """Lets the module's forward raise, and calls the object's `refit_fence`. The first reason is kept."""
-        if self.fenced is None:
-            self._fence.close(reason)
-            self._ask("refit_fence", reason)
+        """Lets the module's forward raise, and calls the object's `refit_fence`. A later reason replaces the first."""
+        self._fence.close(reason)
+        self._ask("refit_fence", reason)
 
     def unfence(self) -> None:
         """Calls the object's `refit_unfence`, if it has one, and lets the module run again."""
@@ -81,10 +86,6 @@ class FragmentsAdapter:
         method = getattr(self._model, verb, None)
         if method is not None:
             method(*args, **kwargs)
-
-
-def _of(fragment: Fragment) -> tuple[object, ...]:
-    return (fragment.name, fragment.shape, fragment.box, fragment.aliases, state(fragment.view))
 
 
 def _check(fragment: Fragment) -> None:

@@ -350,7 +350,7 @@ def test_an_object_describes_itself_and_hears_every_verb():
     one.fence("torn")
     one.fence("again")
     one.unfence()
-    assert model.told == ["prepare", "install 4", "fence torn", "unfence"]
+    assert model.told == ["prepare", "install 4", "fence torn", "fence again", "unfence"]
 
 
 def test_its_identity_follows_its_views_and_boxes():
