@@ -34,8 +34,8 @@ from truths import engine_of, is_target, silent, unfenced, unnamed, untruths  # 
 PAGE = ROOT / "docs" / "reference" / "fault-campaign.md"
 DEADLINE, HEARTBEAT, MARGIN = 10.0, 3.0, 60.0
 STAGES = {
-    "source": ("idle", "preparing", "moving", "confirmed"),
-    "target": ("idle", "looking", "moving", "installing", "confirmed"),
+    "source": ("idle", "preparing", "agreeing", "moving", "confirmed"),
+    "target": ("idle", "looking", "agreeing", "moving", "installing", "confirmed"),
 }
 
 
