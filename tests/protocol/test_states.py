@@ -182,6 +182,15 @@ class Rendezvous(RuleBasedStateMachine):
             self.finish(process, ok=ok, mutated=mutated)
         self.hear_all()
 
+    @rule(data=st.data())
+    def replace(self, data: st.DataObject) -> None:
+        """A process dies, and another takes its seats."""
+        process = self.some(data, "idle")
+        if process is not None:
+            self.remove(process)
+            self.say_hello(self.processes[self.links])
+            self.hear_all()
+
     @rule()
     def whole_reform(self) -> None:
         """All who are idle re-form, as far as the others let them."""
@@ -209,9 +218,12 @@ class Rendezvous(RuleBasedStateMachine):
     def die(self, data: st.DataObject) -> None:
         process = self.some(data, "joining", "idle", "round", "moving", "settling")
         if process is not None:
-            del self.processes[process.link]
-            self.post(self.hub.lost(process.link, "it is gone", now=self.now))
-            self.spawn(process.claims)
+            self.remove(process)
+
+    def remove(self, process: Process) -> None:
+        del self.processes[process.link]
+        self.post(self.hub.lost(process.link, "it is gone", now=self.now))
+        self.spawn(process.claims)
 
     @rule(seconds=st.sampled_from([0.5, HEARTBEAT, DEADLINE]))
     def wait(self, seconds: float) -> None:

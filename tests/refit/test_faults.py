@@ -179,6 +179,11 @@ def test_the_controller_while_a_rank_is_at(stage: str, how: str) -> None:
             crew.release(name)
             heard[name] = crew.told(name)
         check(heard, "the controller", may_serve="b")
+        said = {name: told.engines for name, told in heard.items()}
+        if stage == "looking":
+            assert {state for engines in said.values() for state in engines.values()} == {"untouched"}
+        if stage == "agreeing":
+            assert (said["a[0]"], said["b[0]"]) == ({"a": "in doubt"}, {"b": "untouched"})
 
 
 @pytest.mark.parametrize("victim", ["source[1]", "a[1]"])
