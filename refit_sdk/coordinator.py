@@ -311,6 +311,8 @@ class Coordinator(Rounds):
         elif self.push is not None:
             self._drop(failed)
             self._advance()
+        elif self.state is SessionState.GATHERING and self._gathering.is_reform:
+            self._gather()  # who re-forms goes on with whoever is left
         elif source and left and self.state in (SessionState.IDLE, SessionState.BROKEN):
             self._happen("source lost")
         elif source or in_epoch or self.state is SessionState.JOINING:
@@ -319,8 +321,7 @@ class Coordinator(Rounds):
             self._engine_lost(engines, member.name, cause)
 
     def _fault_gone(self, name: str, cause: str, *, event: str) -> None:
-        if self.state is SessionState.JOINING:
-            event = "fault"
+        event = "fault" if self.state is SessionState.JOINING else event
         self._fault("PushError", (f"{name}: {cause}",), failures={name: cause}, event=event)
 
     def _engine_lost(self, engines: list[Engine], name: str, cause: str) -> None:

@@ -386,6 +386,19 @@ def test_a_lost_source_needs_a_reform(talk: Talk) -> None:
     assert talk.last("source[0]").committed
 
 
+@pytest.mark.parametrize("name", ["a[1]", "source[1]"])
+def test_a_loss_that_is_noticed_while_others_re_form_already_is_accepted(talk: Talk, name: str) -> None:
+    survivors = [other for other in EVERYBODY if other != name]
+    first, *others = survivors
+    talk.ready(first, kind="reform")
+    talk.lose(name)
+    talk.ready(*others, kind="reform")
+    halved = ["a[0]"] if name == "a[1]" else []
+    talk.form(*(other for other in survivors if other not in halved))
+    assert {other: talk.last(other).waiting for other in survivors} == {other: other in halved for other in survivors}
+    assert talk.hub.state is SessionState.IDLE
+
+
 def test_a_source_that_comes_after_a_reform_is_connected_to_every_engine(talk: Talk) -> None:
     talk.push(1, *EVERYBODY)
     talk.lose("source[1]")
