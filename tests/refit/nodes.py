@@ -82,7 +82,7 @@ class Stage:
     nth: int
 
     def __call__(self, name: str) -> None:
-        if name == self.name:
+        if name and name == self.name:
             self.nth -= 1
             if self.nth == 0:
                 self.rank.meet(AT_STAGE)
@@ -228,8 +228,7 @@ class Node:
             send(message)
             if isinstance(message, Ready) and self.stage.name == "waiting":
                 client.check([])  # answered in order: the rendezvous has taken the word
-            if isinstance(message, (Ready, Done)):
-                self.stage("waiting" if isinstance(message, Ready) else "confirmed")
+            self.stage({Ready: "waiting", Linked: "agreed", Done: "confirmed"}.get(type(message), ""))
 
         client.send = held  # type: ignore[method-assign]
 

@@ -163,11 +163,17 @@ def test_stopped_after_it_confirmed_the_push_is_complete_and_the_next_one_names_
         assert crew.ask(victim, *crew.verbs(2)[victim]).raised == "PushError"
 
 
+BESIDE = {"agreeing": "agreed", "confirmed": "installing"}
+"""Where `a[0]` is while `a[1]` is at a stage."""
+
+
 @pytest.mark.parametrize("how", SIGNALS)
 @pytest.mark.parametrize("stage", ["looking", "agreeing", "moving", "installing", "confirmed"])
 def test_the_controller_while_a_rank_is_at(stage: str, how: str) -> None:
     with cast(places(), controlled=True) as crew:
-        held = {"a[1]": stage, "a[0]": "installing"} if stage == "confirmed" else {"a[1]": stage}
+        held = {"a[1]": stage}
+        if stage in BESIDE:
+            held["a[0]"] = BESIDE[stage]
         for name, at in held.items():
             crew.ask(name, "holds", at, 4 if at == "moving" else 1)
         crew.begin(1, held=list(held))
