@@ -21,6 +21,11 @@ ITEMSIZE: Final[dict[str, int]] = {
 """Bytes of one element, by dtype name."""
 
 _LOSSLESS: Final = {
+    "bool": {"uint8", "int8", "int16", "int32", "int64"},
+    "uint8": {"int16", "int32", "int64"},
+    "int8": {"int16", "int32", "int64"},
+    "int16": {"int32", "int64"},
+    "int32": {"int64"},
     "bfloat16": {"float32", "float64"},
     "float16": {"float32", "float64"},
     "float32": {"float64"},

@@ -96,6 +96,7 @@ def join(options: Options) -> tuple[Participant, Hub | None]:
             target=held.get("target"),
             planner=_Planner(plugins),
             fabric=fabric,
+            observers=[plugins.get("observer", name)() for name in plugins.names("observer")],
         )
     except BaseException:
         _give_up(hub, "source[0] could not connect")
@@ -200,6 +201,8 @@ class _Planner:
         transports = {name: self._plugins.get("transport", name)() for _, name in stated.routes}
         topology = Topology.single(world.num_processes)
         same = evolve(world, epoch=0)  # an epoch that changed nothing needs no new plan
-        key = input_digest(same, settings=stated, topology=topology, plugins=_plugins(self._plugins))
+        versions = _plugins(self._plugins)  # of those that are routed: what else is installed shapes no plan
+        used = {name: versions[name] for name in transports}
+        key = input_digest(same, settings=stated, topology=topology, plugins=used)
         plan = self._cache.get(key, lambda: make_plan(same, settings=stated, transports=transports, topology=topology))
         return key, plan

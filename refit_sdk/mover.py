@@ -101,6 +101,9 @@ class Mover:
     def executor(self, engines: frozenset[str], *, sources: Finder | None, targets: Finder | None) -> Executor:
         """The executor of a push to these engines, over the live views of both sides."""
         standing = self._stands
+        for others, executor in standing.executors.items():
+            if others != engines:
+                executor.release()  # one set of window buffers a process, whichever engines take part
         if engines not in standing.executors:
             groups = {name: group for name, group in self._groups.items() if name in engines}
             standing.executors[engines] = Executor(

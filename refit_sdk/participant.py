@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from attrs import frozen
 
 from refit_sdk import __version__, messages
 from refit_sdk import manifest as wire
+from refit_sdk.adapter import Observer
 from refit_sdk.agreement import Sums
 from refit_sdk.control import Client
 from refit_sdk.errors import PushError, RefitError, RendezvousError, SessionClosed
@@ -26,9 +27,10 @@ from refit_sdk.executor import Moved
 from refit_sdk.fabric import Fabric, FabricError
 from refit_sdk.messages import Done, Down, EngineDone, Fault, Form, Go, Link, Outcome
 from refit_sdk.mover import Mover, Standing
+from refit_sdk.outcome import report_of, tell
 from refit_sdk.plan import Plan
 from refit_sdk.raising import causes_of, error_of, telling
-from refit_sdk.report import EngineReport, PushReport, Traffic
+from refit_sdk.report import PushReport
 from refit_sdk.seat import Gate, Held
 from refit_sdk.states import PushState
 from refit_sdk.world import World
@@ -59,8 +61,10 @@ class Participant:
         target: Held | None,
         planner: Planner,
         fabric: Fabric,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self._source = source
+        self._observers = observers
         self._target = target
         self._gate = Gate(target)
         self._planner = planner
@@ -362,13 +366,8 @@ class Participant:
                 self._gate.open()
             elif verdict.state == PushState.UNTOUCHED:
                 self._gate.open_again()
-        report = PushReport(
-            version=outcome.version,
-            seconds=dict(seconds),
-            ranks={name: Traffic(*traffic) for name, traffic in sorted(outcome.ranks.items())},
-            engines={name: EngineReport(v.state, v.version, v.cause) for name, v in sorted(outcome.engines.items())},
-            windows=windows,
-        )
+        report = report_of(outcome, seconds=seconds, windows=windows)
+        tell(self._observers, report)
         if outcome.committed:
             return report
         causes = [v.cause for _, v in sorted(outcome.engines.items()) if v.cause]

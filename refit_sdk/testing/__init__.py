@@ -1,4 +1,4 @@
-"""The conformance kit: suites that a plug-in's tests subclass, and doubles that misbehave on purpose.
+"""The room of the conformance kit, which a plug-in's tests will subclass. It has no suite yet.
 
 It needs the extra `testing`. Assertions in every module of this package are rewritten by pytest, so that a suite that
 fails in somebody else's tests says what it compared.

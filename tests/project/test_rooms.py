@@ -19,11 +19,11 @@ from attrs import frozen
 
 ROOMS = {
     "geometry": "errors dtypes box tensor mesh placement layout",
-    "planning": "settings topology world aliases families transport program overlap pieces coverage cuts balance moves "
-    "windows summary cost routes plan",
+    "planning": "asked settings topology world aliases families transport program overlap pieces coverage cuts balance "
+    "moves windows summary cost routes plan",
     "moving": "adapter fabric executor binding bits device narrowing",
     "protocol": "fold views manifest messages control membership agreement states push verify report seat participant "
-    "coordinator hub raising mover gathering rounds table",
+    "coordinator hub raising mover gathering rounds table outcome",
     "doors": "hookspecs interface offers plugins",
     "façades": "joining session controller",
     "shell": "cli render testing demo",
@@ -32,8 +32,8 @@ ROOMS = {
 
 ORDER = {module: level for level, modules in enumerate(ROOMS.values()) for module in modules.split()}
 ROOM = {module: room for room, modules in ROOMS.items() for module in modules.split()}
-UPWARD = {("plan", "render.plan")}
-"""Imports that point up all the same: a plan is shown by the table of the shell, imported when it is shown."""
+UPWARD = {("plan", "render.plan"), ("report", "render.report")}
+"""Imports that point up all the same: plans and reports are shown by the shell, imported when they are shown."""
 
 WITH_TORCH = {"moving", "shell"}
 PLUGIN_MAY_IMPORT = {"geometry", "planning", "moving", "protocol", "doors"}

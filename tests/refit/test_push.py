@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 from models import Held, Model
 from ranks import Rank, free_rendezvous, running
 
@@ -72,3 +74,33 @@ def test_a_fault_of_ours_on_one_rank_is_told_to_all_at_once() -> None:
         assert first.failure(timeout=20).kind == "ZeroDivisionError"
         told = second.failure(timeout=20)
     assert "source[0]: ZeroDivisionError: a fault of ours" in told.text
+
+
+def watched(rank: Rank, rendezvous: str, held: list[Held]) -> list[int]:
+    class Watcher:
+        name = "watcher"
+
+        def pushed(self, report: PushReport) -> None:
+            seen.append(report.version)
+            if report.version == 2:
+                raise ValueError("an observer's own fault")
+
+    seen: list[int] = []
+    model = Model(held)
+    with RefitSession.source(model, rendezvous=rendezvous, rank=0, size=1, deadline=30) as session:
+        session._participant._observers = [Watcher()]
+        for version in (1, 2, 3):
+            model.fill(version=version)
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                session.push(version=version)
+            assert bool(told) == (version == 2)
+    return seen
+
+
+def test_an_observer_hears_of_every_push_and_cannot_fail_one() -> None:
+    where = free_rendezvous()
+    held = [Held("w", (4,), Box((0,), (4,)))]
+    with running([(watched, (where, held)), (target, (where, held, 0, 1, "float32"))]) as (first, second):
+        assert first.result() == [1, 2, 3]
+        assert second.result() == [1, 2, 3]
