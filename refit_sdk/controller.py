@@ -8,14 +8,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
+from refit_sdk import asked
 from refit_sdk.control import Address, find_token, listen, parse_rendezvous
 from refit_sdk.errors import RendezvousError
 from refit_sdk.joining import rendezvous_or_env, serve
-from refit_sdk.session import DEADLINE, HEARTBEAT, _engines
+from refit_sdk.rounds import Sent
+from refit_sdk.session import DEADLINE, HEARTBEAT
 
 
 class RefitController:
@@ -32,14 +34,15 @@ class RefitController:
         heartbeat: float = HEARTBEAT,
     ) -> None:
         """Listen at `rendezvous` (port 0: any free one). `engines`: how many to wait for, or their names."""
+        expected = asked.engines(engines)
+        deadline, heartbeat = asked.seconds(deadline, "deadline"), asked.seconds(heartbeat, "heartbeat")
         address = parse_rendezvous(rendezvous_or_env(rendezvous))
         secret = find_token(token, address=address, insecure=insecure)
-        expected = _engines(engines)
-        assert expected is not None
         try:
             listener = listen(address)
         except OSError as error:
             raise RendezvousError(f"the controller can't listen at {address}: {error}; is another there?") from error
+        self._closed = False
         self._address = Address(address.host, listener.getsockname()[1])
         self._hub = serve(
             listener,
@@ -67,22 +70,27 @@ class RefitController:
 
     def admit(self, engine: str) -> None:
         """Let an engine of this name join; it is in from the next push on."""
-        self._hub.ask(lambda: self._hub.coordinator.admit(engine))
+        name = asked.engine(engine)
+        self._ask(lambda: self._hub.coordinator.admit(name))
 
     def drop(self, engine: str, *, reason: str = "the controller dropped it") -> None:
-        """Take an engine out for good: its sessions are closed, and pushes don't wait for it."""
-        self._hub.ask(lambda: self._hub.coordinator.drop(engine, reason, now=time.monotonic()))
+        """Take an engine out for good: its sessions are closed, and pushes don't wait for it.
+
+        `RendezvousError` for a name that isn't known.
+        """
+        self._ask(lambda: self._hub.coordinator.drop(engine, reason, now=time.monotonic()), of=engine)
 
     def pause(self, engine: str) -> None:
         """Leave an engine out of the next pushes. `RendezvousError` unless it is ready."""
-        self._hub.ask(lambda: self._hub.coordinator.pause(engine))
+        self._ask(lambda: self._hub.coordinator.pause(engine), of=engine)
 
     def resume(self, engine: str) -> None:
         """Take a paused engine in again. `RendezvousError` unless it is paused."""
-        self._hub.ask(lambda: self._hub.coordinator.resume(engine))
+        self._ask(lambda: self._hub.coordinator.resume(engine), of=engine)
 
     def close(self, reason: str = "") -> None:
         """End the session for everybody and free the address. A second call does nothing."""
+        self._closed = True
         self._hub.close(f"the controller closed the session{': ' if reason else ''}{reason}", normal=not reason)
 
     def __enter__(self) -> Self:
@@ -92,3 +100,11 @@ class RefitController:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close("" if error is None else f"{type(error).__name__}: {error}")
+
+    def _ask(self, verb: Callable[[], Sent], *, of: str | None = None) -> None:
+        if self._closed:
+            raise RendezvousError("this controller is closed: start a new one")
+        if of is not None and of not in self.engines:
+            known = ", ".join(self.engines) or "none"
+            raise RendezvousError(f"engine {of!r} is not known here; known are: {known}: see the name, or admit it")
+        self._hub.ask(verb)

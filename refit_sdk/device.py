@@ -9,8 +9,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 
@@ -76,6 +76,27 @@ def _on(streams: Iterable[torch.cuda.Stream]) -> Iterator[None]:
         for stream in streams:
             stack.enter_context(torch.cuda.stream(stream))
         yield
+
+
+def callers_streams() -> Callable[[], AbstractContextManager[None]]:
+    """The CUDA device and streams that this thread works on now, to be entered in another thread, whose own would be
+    the defaults. Nothing where CUDA isn't in use, and no device is brought into use by it.
+
+    >>> with callers_streams()():
+    ...     pass
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return nullcontext
+    current = torch.cuda.current_device()
+    streams = [torch.cuda.current_stream(device) for device in range(torch.cuda.device_count())]
+    own = [s for s in streams if s.device.index == current or s != torch.cuda.default_stream(s.device)]
+
+    @contextmanager
+    def entered() -> Iterator[None]:
+        with torch.cuda.device(current), _on(own):
+            yield
+
+    return entered
 
 
 def window_buffer(nbytes: int, device: torch.device) -> torch.Tensor:

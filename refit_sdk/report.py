@@ -5,16 +5,21 @@
 ...                     engines={"rollout-0": EngineReport("complete", 17, "")})
 >>> report.gb_per_s
 2.0
+>>> print(str(report).splitlines()[0])
+version 17: 953.7 MiB sent, 0 B arrived, 4 windows, 2.000 GB/s
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 from attrs import frozen
+
+if TYPE_CHECKING:
+    from rich.console import Group
 
 STAGES = ("agree", "pack", "move", "unpack", "install", "commit")
 """The stages of a push, in order. `move` is the time from the first window posted to the last one complete; packing and
@@ -73,3 +78,13 @@ class PushReport:
         data: dict[str, Any] = attrs.asdict(self)
         data.update(bytes_sent=self.bytes_sent, bytes_arrived=self.bytes_arrived, gb_per_s=self.gb_per_s)
         return json.dumps(data)
+
+    def __str__(self) -> str:
+        from refit_sdk.render.report import to_text
+
+        return to_text(self)
+
+    def __rich__(self) -> Group:
+        from refit_sdk.render.report import to_table
+
+        return to_table(self)

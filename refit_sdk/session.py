@@ -9,13 +9,17 @@ refit_sdk.errors.RendezvousError: rendezvous='here' is not an address; it looks 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from attrs import frozen
 
+from refit_sdk import asked
+from refit_sdk.device import callers_streams
 from refit_sdk.errors import RefitError
 from refit_sdk.fabric import Fabric
 from refit_sdk.hub import Hub
@@ -24,6 +28,7 @@ from refit_sdk.participant import Participant
 from refit_sdk.plan import Plan
 from refit_sdk.report import PushReport
 from refit_sdk.settings import Settings
+from refit_sdk.world import Side
 
 DEADLINE = 120.0
 """Seconds that a wait inside joining, a push or a reform may take, where no other number is given."""
@@ -47,11 +52,15 @@ class PushHandle:
 class RefitSession:
     """A process's part in a refit, from joining to leaving. Made by `source`, `target` or `colocated`."""
 
-    def __init__(self, participant: Participant, *, hub: Hub | None) -> None:
+    def __init__(self, participant: Participant, *, hub: Hub | None, sides: Iterable[Side], deadline: float) -> None:
         """For the three makers below."""
         self._participant = participant
         self._hub = hub
+        self._sides = frozenset(sides)
+        self._deadline = deadline
         self._busy = threading.Lock()
+        self._pushing: threading.Thread | None = None
+        self._closed = False
 
     @classmethod
     def source(
@@ -85,8 +94,8 @@ class RefitSession:
         place = Place(
             side="source",
             engine="",
-            rank=number_or_env(rank, "rank", "RANK"),
-            size=number_or_env(size, "size", "WORLD_SIZE"),
+            rank=_number(rank, "rank", "RANK"),
+            size=_number(size, "size", "WORLD_SIZE"),
             model=model,
             adapter=adapter,
         )
@@ -96,12 +105,12 @@ class RefitSession:
                 rendezvous=rendezvous_or_env(rendezvous),
                 places=(place,),
                 settings=stated,
-                engines=_engines(engines),
+                engines=None if engines is None else asked.engines(engines),
                 fabric=fabric,
                 token=token,
                 insecure=insecure,
-                deadline=deadline,
-                heartbeat=heartbeat,
+                deadline=asked.seconds(deadline, "deadline"),
+                heartbeat=asked.seconds(heartbeat, "heartbeat"),
             )
         )
 
@@ -128,19 +137,25 @@ class RefitSession:
         `settings`, where given, must be the sources'.
         """
         place = Place(
-            side="target", engine=engine, rank=rank, size=size, model=module, adapter=adapter, frozen=tuple(frozen)
+            side="target",
+            engine=asked.engine(engine),
+            rank=asked.whole(rank, "rank"),
+            size=asked.whole(size, "size"),
+            model=module,
+            adapter=adapter,
+            frozen=asked.strings(frozen, "frozen"),
         )
         return cls._join(
             Options(
                 rendezvous=rendezvous_or_env(rendezvous),
                 places=(place,),
-                settings=settings,
+                settings=None if settings is None else _settings(settings),
                 engines=None,
                 fabric=fabric,
                 token=token,
                 insecure=insecure,
-                deadline=deadline,
-                heartbeat=heartbeat,
+                deadline=asked.seconds(deadline, "deadline"),
+                heartbeat=asked.seconds(heartbeat, "heartbeat"),
             )
         )
 
@@ -176,17 +191,16 @@ class RefitSession:
 
         `engine_rank` and `engine_size` are the rank in the engine, where they aren't `rank` and `size`.
         """
-        rank = number_or_env(rank, "rank", "RANK")
-        size = number_or_env(size, "size", "WORLD_SIZE")
+        rank, size = _number(rank, "rank", "RANK"), _number(size, "size", "WORLD_SIZE")
         trains = Place(side="source", engine="", rank=rank, size=size, model=source, adapter=source_adapter)
         generates = Place(
             side="target",
-            engine=engine,
-            rank=rank if engine_rank is None else engine_rank,
-            size=size if engine_size is None else engine_size,
+            engine=asked.engine(engine),
+            rank=rank if engine_rank is None else asked.whole(engine_rank, "engine_rank"),
+            size=size if engine_size is None else asked.whole(engine_size, "engine_size"),
             model=target,
             adapter=target_adapter,
-            frozen=tuple(frozen),
+            frozen=asked.strings(frozen, "frozen"),
         )
         stated = _settings(settings, routes=routes, casts=casts, cast=cast, ignore=ignore, window_bytes=window_bytes)
         return cls._join(
@@ -194,23 +208,24 @@ class RefitSession:
                 rendezvous=rendezvous_or_env(rendezvous),
                 places=(trains, generates),
                 settings=stated,
-                engines=_engines(engines),
+                engines=None if engines is None else asked.engines(engines),
                 fabric=fabric,
                 token=token,
                 insecure=insecure,
-                deadline=deadline,
-                heartbeat=heartbeat,
+                deadline=asked.seconds(deadline, "deadline"),
+                heartbeat=asked.seconds(heartbeat, "heartbeat"),
             )
         )
 
     @classmethod
     def _join(cls, options: Options) -> Self:
         participant, hub = join(options)
-        return cls(participant, hub=hub)
+        return cls(participant, hub=hub, sides=[place.side for place in options.places], deadline=options.deadline)
 
     @property
     def plan(self) -> Plan:
         """What a push will move, and how. `RefitError` for a rank that came late, before its first push."""
+        self._refuse_closed()
         plan = self._participant.plan
         if plan is None:
             raise RefitError("there is no plan yet: this rank came late, and is in from the next push on")
@@ -234,13 +249,15 @@ class RefitSession:
         values may not change before `released` is set. `PushError` says what each engine is; `PlanError` and
         `UnsupportedMoveError` come before any byte moves.
         """
-        needed = 0 if require == "all" else require
+        number, needed = asked.version(version), asked.require(require)
         if wait:
-            return self._alone(version, needed, None)
+            return self._alone("push", number, needed)
+        self._enter("push")
         released = threading.Event()
         done: Future[PushReport] = Future()
-        thread = threading.Thread(target=self._later, args=(version, needed, released, done), name="refit-push")
-        thread.start()
+        args = (callers_streams(), number, needed, released, done)
+        self._pushing = threading.Thread(target=self._later, args=args, name="refit-push")
+        self._pushing.start()
         return PushHandle(released, done)
 
     def receive(self) -> PushReport:
@@ -248,24 +265,30 @@ class RefitSession:
 
         `SessionClosed` when the sources have closed; `PushError` if the push failed.
         """
-        return self._alone(None, 0, None)
+        return self._alone("receive", None, 0)
 
     def sync(self, *, version: int, require: int | Literal["all"] = "all") -> PushReport:
         """Both halves of a push in one process. All colocated processes call it."""
-        return self._alone(version, 0 if require == "all" else require, None)
+        return self._alone("sync", asked.version(version), asked.require(require))
 
     def reform(self) -> None:
         """Go on with the survivors, after a rank was lost. Every survivor calls it; the next push is theirs."""
-        with self._exclusive():
+        with self._exclusive("reform"):
             self._participant.reform()
 
     def release(self) -> None:
         """Free the window buffers until the next push."""
-        with self._exclusive():
+        with self._exclusive("release"):
             self._participant.release()
 
     def close(self, reason: str = "") -> None:
-        """Leave, and free sockets, threads and memory. A reason makes it an error for those who wait."""
+        """Leave, and free sockets, threads and memory. A reason makes it an error for those who wait.
+
+        A push that goes on by itself is waited for, for at most the deadline. A second call does nothing.
+        """
+        self._closed = True
+        if self._pushing is not None and self._pushing is not threading.current_thread():
+            self._pushing.join(self._deadline)
         self._participant.close(reason)
         if self._hub is not None:
             self._hub.close(f"source[0] closed the session{': ' if reason else ''}{reason}", normal=not reason)
@@ -278,44 +301,72 @@ class RefitSession:
     ) -> None:
         self.close("" if error is None else f"{type(error).__name__}: {error}")
 
-    def _exclusive(self) -> _Exclusive:
-        return _Exclusive(self._busy)
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise RefitError("this session is closed: make a new one")
 
-    def _alone(self, version: int | None, require: int, released: threading.Event | None) -> PushReport:
-        with self._exclusive():
-            return self._participant.push(
-                version=version, require=require, released=released.set if released is not None else None
-            )
-
-    def _later(self, version: int, require: int, released: threading.Event, done: Future[PushReport]) -> None:
-        try:
-            done.set_result(self._alone(version, require, released))
-        except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for
-            done.set_exception(error)
-        finally:
-            released.set()
-
-
-class _Exclusive:
-    """A lock that is refused, not waited for: two pushes at once are a mistake of the caller's."""
-
-    def __init__(self, lock: threading.Lock) -> None:
-        self._lock = lock
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
+    def _enter(self, verb: str) -> None:
+        """Begin a verb. Refused, not waited for, during another: two pushes at once are a mistake of the caller's."""
+        self._refuse_closed()
+        if not self._busy.acquire(blocking=False):
             raise RefitError("this session is busy with a push, a receive or a reform: wait for it to end")
+        wrong = _wrong_side(verb, self._sides)
+        if wrong:
+            self._busy.release()
+            raise RefitError(wrong)
 
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+    @contextmanager
+    def _exclusive(self, verb: str) -> Iterator[None]:
+        self._enter(verb)
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    def _alone(self, verb: str, version: int | None, require: int) -> PushReport:
+        with self._exclusive(verb):
+            return self._participant.push(version=version, require=require, released=None)
+
+    def _later(
+        self,
+        streams: Callable[[], AbstractContextManager[None]],
+        version: int,
+        require: int,
+        released: threading.Event,
+        done: Future[PushReport],
+    ) -> None:
+        """Push on a thread of its own, for a caller who entered the verb. Who has the outcome may go on at once."""
+        end: Callable[[], None]
+        try:
+            with streams():
+                report = self._participant.push(version=version, require=require, released=released.set)
+            end = partial(done.set_result, report)
+        except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for
+            end = partial(done.set_exception, error)
+        released.set()
+        self._busy.release()
+        end()
+
+
+def _wrong_side(verb: str, sides: frozenset[Side]) -> str:
+    """What is wrong with a verb on a session of these sides; nothing if it is right."""
+    if len(sides) > 1:
+        return "this session trains and generates: call sync(version=), not receive()" if verb == "receive" else ""
+    side: Side = "source" if "source" in sides else "target"
+    right = {"source": "push", "target": "receive"}[side]
+    if verb not in ("push", "receive", "sync") or verb == right:
+        return ""
+    return f"{verb}() was called on a session that is only a {side}: call {right}({'version=' * (right == 'push')})"
+
+
+def _number(value: int | None, name: str, variable: str) -> int:
+    return number_or_env(None if value is None else asked.whole(value, name), name, variable)
 
 
 def _settings(settings: Settings | None, **given: Any) -> Settings:
     stated = {name: value for name, value in given.items() if value is not None}
+    if settings is not None and not isinstance(settings, Settings):
+        raise RefitError(f"settings={settings!r} is a {type(settings).__name__}: pass Settings(...)")
     if settings is not None and stated:
         raise RefitError(f"settings= and {', '.join(f'{name}=' for name in stated)} were both given: give one of them")
     return settings if settings is not None else Settings(**stated)
-
-
-def _engines(engines: int | Sequence[str] | None) -> int | tuple[str, ...] | None:
-    return engines if engines is None or isinstance(engines, int) else tuple(sorted(engines))
