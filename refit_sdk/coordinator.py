@@ -19,7 +19,7 @@ from refit_sdk.agreement import Agreement, Sums
 from refit_sdk.errors import RefitError
 from refit_sdk.gathering import refused_ties
 from refit_sdk.membership import Engine
-from refit_sdk.messages import Done, Failed, Fault, Hello, Leave, Linked, Planned, Ready, Up, Verdict
+from refit_sdk.messages import Done, Failed, Fault, Hello, Leave, Linked, Planned, Ready, Up
 from refit_sdk.push import EnginePart, PushRound
 from refit_sdk.rounds import Rounds, Sent
 from refit_sdk.states import EngineState, PushState, SessionState
@@ -192,13 +192,19 @@ class Coordinator(Rounds):
             self._fault("PushError", (refusal,))
         elif self._gathering.lacks_engines():
             self._fault_lost()
+        else:
+            self._refuse_short()
         return self.state is not SessionState.GATHERING
+
+    def _refuse_short(self) -> None:
+        short = self._gathering.shortage()
+        if short is not None:
+            advice = "push again when enough engines are whole and not paused"
+            self._fault("PushError", (short.text, advice), failures=short.failures)
 
     def _start(self) -> None:
         wanted = self._gathering.wanted()
         names = [engine.name for engine in wanted]
-        if not names:
-            return
         if self._changed or self._fresh.intersection(names) or any(not engine.formed for engine in wanted):
             self._happen("changed")
             self._form("push", names)
@@ -265,25 +271,11 @@ class Coordinator(Rounds):
         if verdict.state == PushState.COMPLETE:
             self.version = push.version
         only = [link for link in part.names if link not in push.sources]
-        self._tell(only, self._outcome(push, {part.name: verdict}, ranks=push.ranks([part.name])))
-
-    def _outcome(
-        self, push: PushRound, verdicts: dict[str, Verdict], *, ranks: dict[str, tuple[int, int]]
-    ) -> messages.Outcome:
-        whole = len(verdicts) == len(push.parts)
-        committed = push.committed if whole else all(v.state == PushState.COMPLETE for v in verdicts.values())
-        return messages.Outcome(
-            push=push.number,
-            version=push.version,
-            committed=committed,
-            engines=verdicts,
-            failures=push.failures,
-            ranks=ranks,
-        )
+        self._tell(only, push.outcome(part.name))
 
     def _end_push(self, push: PushRound) -> None:
         self._happen("ended without a source" if push.source_lost else "ended")
-        self._tell(sorted(push.sources), self._outcome(push, push.verdicts, ranks=push.ranks()))
+        self._tell(sorted(push.sources), push.outcome())
         self.push, self._ends = None, None
         if push.source_lost:
             self._fresh.update(self.membership.engines)
@@ -349,10 +341,10 @@ class Coordinator(Rounds):
             refused = [f"{name} was refused: {reason}" for name, reason in self._refused.items()]
             self._fault("RendezvousError", (f"{', '.join(missing)} didn't join {seconds}", *refused))
         elif self.state is SessionState.GATHERING:
-            names = [self._name(link) for link in self._gathering.missing()] or ["an engine"]
+            names = [self._name(link) for link in self._gathering.missing()]
             verb = "reform()" if self._gathering.is_reform else "push() or receive()"
             cause = f"{', '.join(names)} didn't call {verb} {seconds}"
-            self._fault("PushError", (cause,), failures=dict.fromkeys(names, cause))
+            self._fault("PushError", (cause,), failures=dict.fromkeys("+".join(names).split("+"), cause))
 
     def _expire_push(self, push: PushRound) -> None:
         if not push.expired:

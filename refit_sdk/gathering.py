@@ -1,8 +1,9 @@
 """Who has entered a push or a reform, who is missing, and why a push can't be.
 
 1. A push waits for every source and every rank of the engines that stand. An engine that comes late is in as soon as
-   all its ranks are ready; until then nobody waits for it.
-2. One call for a reform makes the round a reform, and that waits for every process.
+   all its ranks are ready; until then nobody waits for it, unless too few engines stand without it.
+2. A push that too few engines could take, if all came that are whole and not paused, is refused at once.
+3. One call for a reform makes the round a reform, and that waits for every process.
 
 Pure: no I/O and no clock.
 """
@@ -11,10 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from attrs import frozen
+
 from refit_sdk.agreement import Sums, unequal_sums
 from refit_sdk.membership import Engine, Membership
 from refit_sdk.messages import Ready
 from refit_sdk.states import EngineState
+from refit_sdk.world import Seat
+
+
+@frozen
+class Shortage:
+    """Why too few engines can take a push, and what each rank has to do with it."""
+
+    text: str
+    failures: dict[str, str]
 
 
 class Gathering:
@@ -73,16 +85,46 @@ class Gathering:
     def _is_wanted(self, engine: Engine) -> bool:
         if engine.state in (EngineState.READY, EngineState.TORN):
             return True
-        late = engine.is_complete and engine.state is EngineState.WAITING
-        return late and self._ready.keys() >= set(engine.links.values())
+        return _is_late(engine) and self._ready.keys() >= set(engine.links.values())
 
     def missing(self) -> list[int]:
         """The processes that the round waits for."""
         if self.is_reform:
             members = self._membership.members
             return [link for link in members if link not in self._ready or self._ready[link].kind != "reform"]
-        links = self._membership.links(engine.name for engine in self.wanted())
+        engines = self.wanted()
+        if len(engines) < self._needed:
+            engines += [engine for engine in self._late() if engine not in engines]
+        links = self._membership.links(engine.name for engine in engines)
         return [link for link in links if link not in self._ready]
+
+    @property
+    def _needed(self) -> int:
+        return max(1, self.require) if self.sources else 1
+
+    def _late(self) -> list[Engine]:
+        return [engine for _, engine in sorted(self._membership.engines.items()) if _is_late(engine)]
+
+    def shortage(self) -> Shortage | None:
+        """Why too few engines can take the push, whoever else becomes ready; or None."""
+        able = {engine.name for engine in (*self.wanted(), *self._late())}
+        return self._shortage_of(able) if len(able) < self._needed else None
+
+    def _shortage_of(self, able: set[str]) -> Shortage:
+        known, expected = self._membership.engines, self._membership.expected
+        names = sorted({*known, *(() if isinstance(expected, int) else expected)} - able)
+        reasons, failures = [], {}
+        for name in names:
+            reason, ranks = _why_not(known.get(name))
+            reasons.append(f"engine {name} {reason}")
+            failures.update(dict.fromkeys(ranks, f"engine {name} {reason}"))
+        if able:
+            count = "1 takes" if len(able) == 1 else f"{len(able)} take"
+            said = f"the push requires {self._needed} engines, {count} part"
+        else:
+            said = "no engine can take the push"
+            reasons = reasons or ["none is here"]
+        return Shortage(": ".join([said, *filter(None, ["; ".join(reasons)])]), failures)
 
     def refusal(self, published: int | None) -> str | None:
         """Why the versions that the sources push can't be, or None."""
@@ -99,6 +141,20 @@ class Gathering:
     def lacks_engines(self) -> bool:
         """Whether ranks are gone that the push can't do without."""
         return bool(self._membership.gone) and (not self.require or len(self.wanted()) < self.require)
+
+
+def _is_late(engine: Engine) -> bool:
+    return engine.is_complete and engine.state is EngineState.WAITING
+
+
+def _why_not(engine: Engine | None) -> tuple[str, list[str]]:
+    """Why an engine can't take a push, and the ranks that it's said of."""
+    if engine is None:
+        return "hasn't joined", []
+    lacking = list(engine.missing())
+    if lacking:
+        return f"lacks {', '.join(lacking)}", lacking
+    return f"is {engine.state}", [str(Seat("target", engine.name, rank)) for rank in range(engine.size)]
 
 
 def refused_ties(sums: Sums) -> list[str]:

@@ -4,6 +4,7 @@
 2. One thread takes from the queue, asks the coordinator, and hands what it answers to a writer thread a connection, so
    that a peer that doesn't read delays nobody.
 3. The same thread ticks the coordinator's deadline, sends signs of life, and declares silent peers lost.
+4. A fault of that thread's own is told to every peer before the connections close, and is raised in the thread.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class Hub:
         self._links = count(1)
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._open = True
+        self._failed = False
         self._beat_at = time.monotonic()
         self._threads = [
             threading.Thread(target=target, name=f"refit-hub-{target.__name__.strip('_')}", daemon=True)
@@ -100,11 +102,9 @@ class Hub:
         for thread in self._threads:
             thread.join()
         self._end_greetings()
-        for peer in self._peers.values():
-            peer.outbox.put(None)
-        end = time.monotonic() + FLUSH_SECONDS
-        for peer in list(self._peers.values()):
-            peer.threads[0].join(max(0.0, end - time.monotonic()))
+        peers = list(self._peers.values())
+        self._flush(peers)
+        for peer in peers:
             self._hang_up(peer)
         for thread in self._leaving:
             thread.join()
@@ -179,6 +179,8 @@ class Hub:
                 return
 
     def _take(self, link: int, message: Up) -> None:
+        if self._failed:
+            return
         if isinstance(message, STORE):
             self._deliver(self._table.handle(link, message))
         else:
@@ -190,7 +192,8 @@ class Hub:
             return
         peer.outbox.put(None)
         peer.channel.close()
-        self._deliver(self.coordinator.lost(link, cause, now=time.monotonic()))
+        if not self._failed:
+            self._deliver(self.coordinator.lost(link, cause, now=time.monotonic()))
         thread = threading.Thread(target=self._hang_up, args=(peer,), name="refit-hub-hang-up", daemon=True)
         thread.start()
         self._leaving = [*(leaving for leaving in self._leaving if leaving.is_alive()), thread]
@@ -210,10 +213,29 @@ class Hub:
                 now = time.monotonic()
                 self._deliver(self.coordinator.tick(now=now))
                 self._watch(now)
-        finally:
-            if self._open:  # a fault of ours: nobody may go on waiting for this rendezvous
-                for peer in self._peers.values():
-                    peer.channel.close()
+        except BaseException as error:
+            self._fail(f"the rendezvous failed: {type(error).__name__}: {error}")
+            raise
+
+    def _fail(self, reason: str) -> None:
+        """A fault of ours: the coordinator can't be trusted any more, and nobody may go on waiting for it."""
+        self._failed = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        peers = list(self._peers.values())
+        for peer in peers:
+            peer.outbox.put(messages.Closed(reason=reason, normal=False))
+        self._flush(peers)
+        for peer in peers:
+            peer.channel.close()
+
+    def _flush(self, peers: list[_Peer]) -> None:
+        """Let the writers write what they have, and end."""
+        for peer in peers:
+            peer.outbox.put(None)
+        end = time.monotonic() + FLUSH_SECONDS
+        for peer in peers:
+            peer.threads[0].join(max(0.0, end - time.monotonic()))
 
     def _watch(self, now: float) -> None:
         for link, peer in list(self._peers.items()):

@@ -10,7 +10,9 @@ Pure: no I/O and no clock.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
+from typing import Final
 
 from attrs import define, field
 
@@ -19,6 +21,9 @@ from refit_sdk.errors import RendezvousError
 from refit_sdk.messages import Claim, Hello, Verdict
 from refit_sdk.states import ENGINE, EngineState, PushState, next_state
 from refit_sdk.world import Seat, Side, World
+
+ENGINE_NAME: Final = re.compile(r"[A-Za-z0-9_.:-]+")
+"""What an engine may be called, but for `source`: ranks' names, `rollout-0[1]+source[0]`, then say who is meant."""
 
 
 @define
@@ -84,6 +89,7 @@ class Membership:
         self.members: dict[int, Member] = {}
         self.lost: dict[str, str] = {}
         self.left: dict[str, str] = {}
+        self._source_names: set[str] = set()
         self._processes = 0
 
     def admit(self, link: int, hello: Hello) -> Member:
@@ -101,6 +107,7 @@ class Membership:
         return self.members[link]
 
     def _check(self, claim: Claim, hello: Hello) -> None:
+        _check_name(claim)
         if claim.side == "source":
             self._check_source(claim, hello)
         else:
@@ -191,6 +198,7 @@ class Membership:
         if claim.side == "source":
             self.num_sources = claim.size
             self.sources[claim.rank] = link
+            self._source_names.add(str(claim))
             return
         engine = self.engines.setdefault(claim.engine, Engine(claim.engine, claim.size))
         engine.torn = engine.torn and bool(engine.links)
@@ -229,12 +237,12 @@ class Membership:
     def lost_beside(self, link: int) -> dict[str, str]:
         """The ranks that a target can't receive without and that were lost, and why: sources, and its engine's."""
         names = {name for engine in self.engines_of(link) for name in engine.missing()}
-        return {n: cause for n, cause in self.lost.items() if n in names or n.startswith("source[")}
+        return {n: cause for n, cause in self.lost.items() if n in names or n in self._source_names}
 
     @property
     def lacks_source(self) -> bool:
         """Whether a source is gone."""
-        return any(name.startswith("source[") for name in self.gone)
+        return not self._source_names.isdisjoint(self.gone)
 
     def missing(self) -> list[str]:
         """The names of the ranks that the world is not complete without."""
@@ -293,3 +301,13 @@ class Membership:
     def verdicts(self) -> dict[str, Verdict]:
         """What every engine is, when no push touched it."""
         return {name: engine.verdict() for name, engine in sorted(self.engines.items())}
+
+
+def _check_name(claim: Claim) -> None:
+    if claim.side == "source":
+        if claim.engine:
+            raise RendezvousError(f"a source rank claims a seat of engine {claim.engine!r}: sources have no engine")
+    elif claim.engine == "source" or not ENGINE_NAME.fullmatch(claim.engine):
+        raise RendezvousError(
+            f"an engine can't be called {claim.engine!r}: use letters, digits, '_', '.', ':' and '-', and not 'source'"
+        )

@@ -5,7 +5,8 @@
    to drop it, and its first cause stays. What a rank says of another (it hung up, it sent nothing) is hearsay: the
    rendezvous's own word of a loss, or what the blamed rank says of itself, takes its place.
 3. When all living ranks of an engine have spoken, the engine is decided: complete if all confirmed, else torn if any
-   rank was written to or is gone or the engine was torn before, else untouched.
+   rank was written to or is gone or the engine was torn before, else untouched. Where all that is known is hearsay of a
+   source that lives, the source is heard first.
 4. When all engines are decided and all living sources have spoken, the push has ended.
 
 Pure: no I/O and no clock.
@@ -17,7 +18,7 @@ from collections.abc import Iterable, Mapping
 
 from attrs import define, evolve, field, frozen
 
-from refit_sdk.messages import Done, EngineDone, Verdict
+from refit_sdk.messages import Done, EngineDone, Outcome, Verdict
 from refit_sdk.states import PushState
 
 
@@ -31,6 +32,10 @@ class Cause:
 
     def __str__(self) -> str:
         return f"{self.name}: {self.text}"
+
+    def is_of(self, process: str) -> bool:
+        """Whether this is said of the process with these ranks. Not all of them need be in the push."""
+        return not set(self.name.split("+")).isdisjoint(process.split("+"))
 
 
 @define
@@ -116,7 +121,7 @@ class PushRound:
             speaker = self.name(link)
             cause = Cause(said.lost or speaker, said.cause, hearsay=bool(said.lost))
             echo = said.cause == part.told
-            knows = part.first is not None and part.first.name == speaker and not echo
+            knows = part.first is not None and part.first.is_of(speaker) and not echo
             if said.cause and self._fail(part, cause, knows=knows):
                 failed.append(part)
         return failed
@@ -159,13 +164,18 @@ class PushRound:
 
     def decide(self) -> list[EnginePart]:
         """Decide the engines that nobody is waited for; those newly decided."""
-        ripe = [part for part in self.undecided if not part.waiting_for]
+        ripe = [part for part in self.undecided if not part.waiting_for and not self._hears_out(part)]
         for part in ripe:
             if part.first is not None and part.first.hearsay and self.silent:
                 silent = ", ".join(self.name(link) for link in sorted(self.silent))
                 part.first = evolve(part.first, text=f"{part.first.text}; no word yet from {silent}")
             part.decide(self.version)
         return ripe
+
+    def _hears_out(self, part: EnginePart) -> bool:
+        """Whether a source has yet to say of itself what others say of it. The end of the deadline makes it a loss."""
+        first, silent = part.first, self._silent_sources
+        return first is not None and first.hearsay and any(first.is_of(self.name(link)) for link in silent)
 
     @property
     def undecided(self) -> list[EnginePart]:
@@ -175,8 +185,11 @@ class PushRound:
     @property
     def silent(self) -> set[int]:
         """The living processes that haven't spoken."""
-        sources = self.sources.keys() - self._source_done.keys() - self._gone
-        return sources.union(*(part.waiting_for for part in self.undecided))
+        return self._silent_sources.union(*(part.waiting_for for part in self.undecided))
+
+    @property
+    def _silent_sources(self) -> set[int]:
+        return self.sources.keys() - self._source_done.keys() - self._gone
 
     @property
     def ended(self) -> bool:
@@ -191,8 +204,33 @@ class PushRound:
     @property
     def committed(self) -> bool:
         """Whether as many engines committed as the push requires."""
-        complete = sum(verdict.state == PushState.COMPLETE for verdict in self.verdicts.values())
-        return complete >= (self.require or len(self.parts)) and complete > 0
+        return self._complete >= (self.require or len(self.parts)) and self._complete > 0
+
+    @property
+    def _complete(self) -> int:
+        return sum(verdict.state == PushState.COMPLETE for verdict in self.verdicts.values())
+
+    def outcome(self, engine: str | None = None) -> Outcome:
+        """What the ranks of a decided engine are told, of that engine alone; or, once it ended, the sources of all."""
+        verdicts = self._verdicts_of_all() if engine is None else {engine: self.verdicts[engine]}
+        return Outcome(
+            push=self.number,
+            version=self.version,
+            committed=self.committed if engine is None else verdicts[engine].state == PushState.COMPLETE,
+            engines=verdicts,
+            failures=self.failures,
+            ranks=self.ranks(None if engine is None else [engine]),
+        )
+
+    def _verdicts_of_all(self) -> dict[str, Verdict]:
+        """The verdicts; the last cause adds that fewer engines committed than the push requires, if so."""
+        found = self.verdicts
+        failed = [name for name, verdict in sorted(found.items()) if verdict.cause]
+        if failed and self.require > self._complete:
+            last = found[failed[-1]]
+            cause = f"{last.cause}; {self._complete} of {self.require} required engines committed"
+            found[failed[-1]] = Verdict(last.state, last.version, cause)
+        return found
 
     def ranks(self, only: Iterable[str] | None = None) -> dict[str, tuple[int, int]]:
         """(bytes sent, bytes arrived) by rank: of all, or of the ranks of some engines."""

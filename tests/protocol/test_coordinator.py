@@ -138,6 +138,11 @@ def talk() -> Talk:
         ("source[1]", {"manifests": ()}, "1 seats were claimed with 0 manifests"),
         ("source[1]", {"claims": (), "manifests": ()}, "0 seats"),
         ("a[1]", {"claims": (Claim("target", "z", 0, 1),)}, "not of an engine that is waited for"),
+        ("source[1]", {"claims": (Claim("source", "a", 1, 2),)}, "sources have no engine"),
+        ("a[1]", {"claims": (Claim("target", "", 1, 2),)}, "can't be called ''"),
+        ("a[1]", {"claims": (Claim("target", "source", 1, 2),)}, "can't be called 'source'"),
+        ("a[1]", {"claims": (Claim("target", "a+b", 1, 2),)}, r"can't be called 'a\+b'"),
+        ("a[1]", {"claims": (Claim("target", "a\n", 1, 2),)}, "can't be called"),
         ("a[1]", {"claims": (Claim("target", "a", 1, 4),)}, "says its engine has 4 ranks, the others say 2"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -371,6 +376,82 @@ def test_a_reform_without_a_whole_engine_waits_for_one(talk: Talk) -> None:
     talk.form("b[0]", "source[0]", "source[1]")
     talk.done(FINE, "b[0]", "source[0]", "source[1]")
     assert talk.last("source[0]").committed
+
+
+def test_a_push_that_no_engine_can_take_is_refused_at_once_and_says_why(talk: Talk) -> None:
+    talk.lose("a[1]")
+    survivors = ("source[0]", "source[1]", "a[0]", "b[0]")
+    talk.ready(*survivors, kind="reform")
+    talk.form("source[0]", "source[1]", "b[0]")
+    talk.take(talk.hub.pause("b"))
+    talk.ready("source[0]")
+    fault = talk.last("source[0]")
+    assert fault.causes[0] == "no engine can take the push: engine a lacks a[1]; engine b is paused"
+    assert fault.failures == {"a[1]": "engine a lacks a[1]", "b[0]": "engine b is paused"}
+    assert talk.hub.state is SessionState.IDLE
+    talk.enter("a[1]")
+    talk.ready("source[0]", "source[1]", "a[0]", "a[1]")
+    assert isinstance(talk.last("a[1]"), messages.Form)
+
+
+def test_a_push_waits_for_a_whole_engine_if_it_has_no_other_and_names_who_is_late(talk: Talk) -> None:
+    talk.lose("a[1]")
+    talk.lose("b[0]")
+    talk.ready("source[0]", "source[1]", "a[0]", kind="reform")
+    talk.enter("a[1]")
+    talk.ready("source[0]", "source[1]", "a[0]")
+    talk.wait(10)
+    assert talk.last("source[0]").causes == ("a[1] didn't call push() or receive() in 10 s",)
+    assert set(talk.last("source[0]").failures) == {"a[1]"}
+
+
+@pytest.mark.parametrize(
+    ("paused", "text"),
+    [
+        ("", "the push requires 3 engines, 2 take part"),
+        ("a", "the push requires 3 engines, 1 takes part: engine a is paused"),
+    ],
+)
+def test_a_push_that_requires_more_engines_than_there_are_is_refused_at_once(
+    talk: Talk, paused: str, text: str
+) -> None:
+    if paused:
+        talk.take(talk.hub.pause(paused))
+    talk.ready("b[0]")
+    talk.ready("source[0]", require=3)
+    assert talk.last("b[0]").causes[0] == text
+    assert {verdict.state for verdict in talk.last("b[0]").engines.values()} == {"untouched"}
+
+
+def test_a_target_hears_of_its_own_engine_and_the_sources_of_all_that_were_required(talk: Talk) -> None:
+    talk.ready(*EVERYBODY, require=2)
+    talk.done(FINE, "b[0]", "source[0]", "source[1]")
+    talk.done(EngineDone(0, 0, "no kernel"), "a[0]", "a[1]")
+    assert talk.last("b[0]").committed
+    assert not talk.last("a[0]").committed
+    assert not talk.last("source[0]").committed
+    cause = "a[0]: no kernel; 1 of 2 required engines committed"
+    assert talk.last("source[0]").engines["a"].cause == cause
+
+
+def test_the_only_engine_hears_of_itself(talk: Talk) -> None:
+    talk.take(talk.hub.drop("a", "it burns", now=0.0))
+    survivors = ("source[0]", "source[1]", "b[0]")
+    talk.ready(*survivors, require=1)
+    talk.form(*survivors)
+    talk.done(FINE, *survivors)
+    assert [talk.last(name).committed for name in survivors] == [True] * 3
+
+
+def test_an_accused_source_that_stays_silent_is_expelled_and_is_the_cause(talk: Talk) -> None:
+    talk.ready(*EVERYBODY)
+    talk.done(EngineDone(0, 0, "the connection ended", lost="source[1]"), "a[0]", "a[1]", "b[0]")
+    talk.done(FINE, "source[0]")
+    assert "Outcome" not in talk.kinds("b[0]")
+    talk.wait(10)
+    talk.wait(2)
+    assert talk.last("b[0]").failures == {"source[1]": "no word of the push in 10 s"}
+    assert isinstance(talk.last("source[1]"), messages.Closed)
 
 
 def test_a_lost_source_needs_a_reform(talk: Talk) -> None:

@@ -228,10 +228,17 @@ def test_a_fault_of_ours_ends_the_rendezvous_for_all(monkeypatch: pytest.MonkeyP
     def broken(self: Coordinator, link: int, message: Any, *, now: float) -> list[tuple[int, Message]]:
         raise AssertionError("a fault of ours")
 
-    with hosting() as (hub, at), joined(at) as client:
+    with hosting() as (hub, at), joined(at) as client, joined(at) as other:
+        other.send(hello("target", "a"))
+        hear(other, messages.Welcome)
         monkeypatch.setattr(Coordinator, "receive", broken)
         client.send(hello())
-        with pytest.raises(RendezvousError, match="it closed the connection"):
-            client.next(PATIENCE)
+        told = messages.Closed(reason="the rendezvous failed: AssertionError: a fault of ours", normal=False)
+        for each in (client, other):
+            assert hear(each, messages.Closed) == told
+            with pytest.raises(RendezvousError, match="it closed the connection"):
+                each.next(PATIENCE)
+        with pytest.raises(RendezvousError, match="nobody answers"):
+            connect(at, token=OPEN_TOKEN, seconds=0.1)
         with pytest.raises(RendezvousError, match="this rendezvous has ended"):
             hub.ask(list)

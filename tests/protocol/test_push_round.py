@@ -120,6 +120,24 @@ def test_who_is_blamed_is_believed_of_itself() -> None:
     assert push.parts["a"].cause == "source[0]: a value overflows"
 
 
+def test_a_verdict_of_hearsay_waits_for_the_source_that_is_accused() -> None:
+    push = a_push()
+    says(push, 1, of="b")
+    says(push, 5, failed("b[0] lost it", lost="source[1]+c[0]"))
+    assert push.decide() == []
+    says(push, 2, failed("w: a finite value became infinite"), of="b")
+    (decided,) = push.decide()
+    assert decided.cause == "source[1]: w: a finite value became infinite"
+
+
+def test_a_verdict_of_hearsay_does_not_wait_for_the_lost() -> None:
+    push = a_push()
+    says(push, 5, failed("b[0] lost it", lost="source[1]"))
+    push.lost(2, "it is gone")
+    (decided,) = push.decide()
+    assert decided.cause == "source[1]: it is gone"
+
+
 def test_who_is_blamed_and_blames_another_passes_it_on() -> None:
     push = a_push()
     says(push, 3, failed("a[0] waited for it", lost="source[0]"))
