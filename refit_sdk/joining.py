@@ -111,8 +111,8 @@ def join(options: Options) -> tuple[Participant, Hub | None]:
             deadline=max(0.1, end - time.monotonic()),
         )
     except BaseException as error:
-        participant.close(f"joining failed: {error}")
-        _give_up(hub, f"joining failed: {error}")
+        participant.close(f"joining failed: {type(error).__name__}: {error}")
+        _give_up(hub, f"source[0]: joining failed: {type(error).__name__}: {error}")
         raise
     return participant, hub
 

@@ -73,7 +73,8 @@ def test_a_fault_of_ours_on_one_rank_is_told_to_all_at_once() -> None:
     with running([(planless, (where, held)), (target, (where, held, 0, 1, "float32"))]) as (first, second):
         assert first.failure(timeout=20).kind == "ZeroDivisionError"
         told = second.failure(timeout=20)
-    assert "source[0]: ZeroDivisionError: a fault of ours" in told.text
+    assert "source[0]: " in told.text
+    assert "ZeroDivisionError: a fault of ours" in told.text
 
 
 def watched(rank: Rank, rendezvous: str, held: list[Held]) -> list[int]:
