@@ -21,7 +21,7 @@ ROOMS = {
     "geometry": "errors dtypes box tensor mesh placement layout",
     "planning": "settings topology world aliases families transport program overlap pieces coverage cuts balance moves "
     "windows summary cost routes plan",
-    "moving": "adapter fabric executor binding bits device narrowing",
+    "moving": "adapter packing fused fabric executor binding bits device narrowing",
     "protocol": "fold views manifest messages control membership agreement states push verify report seat participant "
     "coordinator hub raising mover gathering rounds table",
     "doors": "hookspecs interface offers plugins",
