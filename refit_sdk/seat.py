@@ -99,6 +99,19 @@ class Held:
         """Let a target serve."""
         self._target.unfence()
 
+    def trim(self) -> None:
+        """Let an adapter that maps files drop their pages, if it has a `trim`."""
+        self._ask("trim")
+
+    def close(self) -> None:
+        """Let an adapter give back what it opened, if it has a `close`."""
+        self._ask("close")
+
+    def _ask(self, verb: str) -> None:
+        method = getattr(self._adapter, verb, None)
+        if callable(method):
+            method()
+
     def sums(self, plan: Plan, *, process: int) -> Sums:
         """This source's parts of the digests of tensors that a target ties, read now."""
         sums = []

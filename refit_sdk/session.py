@@ -9,7 +9,7 @@ refit_sdk.errors.RendezvousError: rendezvous='here' is not an address; it looks 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -258,6 +258,13 @@ class RefitSession:
         """Go on with the survivors, after a rank was lost. Every survivor calls it; the next push is theirs."""
         with self._exclusive():
             self._participant.reform()
+
+    def watch(self, watcher: Callable[[int, int], None] | None) -> None:
+        """Have `watcher(done, total)` called in every push, on its thread, whenever a window is through; None: nobody.
+
+        What it raises fails the push.
+        """
+        self._participant.watcher = watcher
 
     def release(self) -> None:
         """Free the window buffers until the next push."""

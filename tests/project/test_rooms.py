@@ -22,6 +22,7 @@ ROOMS = {
     "planning": "settings topology world aliases families transport program overlap pieces coverage cuts balance moves "
     "windows summary cost routes plan",
     "moving": "adapter packing fused fabric executor binding bits device narrowing",
+    "files": "checkpoint tensor_parallel exporting staging",
     "protocol": "fold views manifest messages control membership agreement states push verify report seat participant "
     "coordinator hub raising mover gathering rounds table",
     "doors": "hookspecs interface offers plugins",
@@ -36,7 +37,7 @@ UPWARD = {("plan", "render.plan")}
 """Imports that point up all the same: a plan is shown by the table of the shell, imported when it is shown."""
 
 WITH_TORCH = {"moving", "shell"}
-PLUGIN_MAY_IMPORT = {"geometry", "planning", "moving", "protocol", "doors"}
+PLUGIN_MAY_IMPORT = {"geometry", "planning", "moving", "files", "protocol", "doors"}
 
 
 @frozen

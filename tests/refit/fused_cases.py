@@ -23,8 +23,8 @@ Arrays = dict[str, Any]
 
 @frozen(kw_only=True)
 class Side:
-    """`shapes(rank)`: the rank's storages. `describe(rank, storages)`: its fragments. `write(rank, whole, storages)`: what
-    must be in the storages, written into them.
+    """`shapes(rank)`: the rank's storages. `describe(rank, storages)`: its fragments. `write(rank, whole, storages)`
+    writes into the storages what must be there.
     """
 
     size: int
@@ -280,7 +280,7 @@ def experts() -> Iterator[Case]:
         settings=Settings(window_bytes=40, window_ops=2),
     )  # fmt: skip
     yield Case(
-        id="experts: whole to halves, as a kernel has them", tensors=eight, source=four,
+        id="experts: one by one to halves, as a kernel has them", tensors=eight, source=rows(eight, 2),
         engines=(_experts([_routed(*range(4)), _routed(*range(4, 8))], inside=2, kernel=True),), dtype="bfloat16",
     )  # fmt: skip
     yield Case(
