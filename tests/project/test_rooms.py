@@ -33,8 +33,8 @@ ROOMS = {
 
 ORDER = {module: level for level, modules in enumerate(ROOMS.values()) for module in modules.split()}
 ROOM = {module: room for room, modules in ROOMS.items() for module in modules.split()}
-UPWARD = {("plan", "render.plan")}
-"""Imports that point up all the same: a plan is shown by the table of the shell, imported when it is shown."""
+UPWARD = {("plan", "render.plan"), ("plan", "render.drawing")}
+"""Imports that point up all the same: tables and pictures of a plan are the shell's, imported when asked for."""
 
 WITH_TORCH = {"moving", "shell"}
 PLUGIN_MAY_IMPORT = {"geometry", "planning", "moving", "files", "protocol", "doors"}
