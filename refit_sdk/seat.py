@@ -15,7 +15,7 @@ from refit_sdk.agreement import Sums
 from refit_sdk.aliases import TiedCheck
 from refit_sdk.bits import host_bits
 from refit_sdk.box import Box
-from refit_sdk.errors import RefitError
+from refit_sdk.errors import LayoutError, RefitError
 from refit_sdk.fold import fold
 from refit_sdk.messages import Claim
 from refit_sdk.overlap import subtract
@@ -47,6 +47,11 @@ class Held:
         described = self._adapter.describe()
         fragments = [fragment for fragment in described if not self._frozen(fragment.name)]
         self._left_alone = {fragment.name for fragment in described if self._frozen(fragment.name)}
+        if self._left_alone and getattr(self._adapter, "needs_all", False):
+            raise LayoutError(
+                f"{self.claim} can't leave {', '.join(sorted(self._left_alone)[:4])} frozen: what it writes is made "
+                f"anew by every push, and would lack them; drop frozen=, or leave them out of what it takes"
+            )
         if self.claim.side == "target":
             check_storage(fragments)
         self.body = wire.encode(fold(fragments))

@@ -107,9 +107,10 @@ class _Open:
 
 
 class SafetensorsTarget:
-    """A directory that a push writes: an `Export`."""
+    """A directory that a push writes: an `Export`. Every push makes all of it, so nothing may be frozen."""
 
     name: ClassVar[str] = "safetensors"
+    needs_all: ClassVar[bool] = True
 
     def __init__(self, model: Export | Path, *, rank: int, size: int) -> None:
         if not isinstance(model, Export):

@@ -503,6 +503,14 @@ def test_a_path_as_target_says_what_to_pass(tmp_path: Path) -> None:
         RefitSession.target(tmp_path, engine="e", rendezvous="tcp://127.0.0.1:1", rank=0, size=1)
 
 
+def test_nothing_of_an_export_may_be_frozen(tmp_path: Path) -> None:
+    export = Export(directory=tmp_path / "out", tensors={"w": Wanted((2,), "float32")})
+    with pytest.raises(LayoutError, match=r"can't leave w frozen"):
+        RefitSession.target(export, engine="e", rendezvous="tcp://127.0.0.1:1", rank=0, size=1, frozen=["w"])
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_progress_counts_windows_up_to_the_last(tmp_path: Path) -> None:
     source = write(tmp_path / "in", values(1))
     seen: list[tuple[int, int]] = []
