@@ -383,6 +383,18 @@ def test_a_process_that_ends_early_leaves_the_old_checkpoint(versions: tuple[Pat
     mend(new, target)
 
 
+def test_the_next_run_puts_the_old_checkpoint_back_before_it_writes(versions: tuple[Path, Path, Path]) -> None:
+    _, new, target = versions
+    target.rename(target.with_name("out.previous"))
+    begun = staging.Staging(Export.like(new, target, layout="tp=2"), rank=0, size=1)
+    opened = [descriptor for _, descriptor in begun.create()]
+    assert is_version(target, 1)
+    for descriptor in opened:
+        os.close(descriptor)
+    begun.discard()
+    assert left(target) == []
+
+
 def measure(rank: Rank, folder: Path, number: int, where: str) -> int:
     """A source that keeps its pages; how many bytes of the file were read into this process."""
     from refit_adapters.safetensors import SafetensorsSource
@@ -501,6 +513,14 @@ def test_a_directory_cut_short_between_pushes_is_refused(tmp_path: Path) -> None
 def test_a_path_as_target_says_what_to_pass(tmp_path: Path) -> None:
     with pytest.raises(LayoutError, match=r"pass refit_sdk\.exporting\.Export\.like"):
         RefitSession.target(tmp_path, engine="e", rendezvous="tcp://127.0.0.1:1", rank=0, size=1)
+
+
+def test_every_tensor_is_aligned_to_its_elements(tmp_path: Path) -> None:
+    dtypes = ["int8", "float64", "bfloat16", "float32", "bool"]
+    tensors = {f"{number}.{dtype}": Wanted((3,), dtype) for number, dtype in enumerate(dtypes)}
+    (file,) = Export(directory=tmp_path, tensors=tensors).files()
+    assert len(file.tensors) == 5
+    assert [held.name for held in file.tensors if held.begin % (held.nbytes // 3)] == []
 
 
 def test_nothing_of_an_export_may_be_frozen(tmp_path: Path) -> None:
