@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 
@@ -73,11 +73,18 @@ class _Posted:
 class Executor:
     """One process's part of a push. `groups` are the engines' groups by name; both sides' views are of this process.
 
-    `run` is called by one thread at a time; `drop` by any, at any time.
+    `run` is called by one thread at a time; `drop` by any, at any time. `after_window` is told how many windows are
+    through, their copies and all, of how many.
     """
 
     def __init__(
-        self, program: Program, *, sources: Finder | None, targets: Finder | None, groups: Mapping[str, Group]
+        self,
+        program: Program,
+        *,
+        sources: Finder | None,
+        targets: Finder | None,
+        groups: Mapping[str, Group],
+        after_window: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         engines = {message.engine for window in program.windows for message in (*window.sends, *window.recvs)}
         if missing := sorted(engines - groups.keys()):
@@ -86,6 +93,7 @@ class Executor:
         self._sources = sources
         self._targets = targets
         self._groups = dict(groups)
+        self._after_window = after_window
         self._bound: Bound | None = None
         self._lanes = Lanes(())
         self._lock = threading.Lock()
@@ -144,8 +152,9 @@ class Executor:
     def _run(self, bound: Bound, deadline: Deadline, tally: _Tally) -> None:
         self._lanes.begin()
         windows: Sequence[BoundWindow | None] = (None, *bound.windows, None)
+        total = len(bound.windows)
         self._pack(windows[1], tally)
-        for previous, window, following in zip(windows, windows[1:], windows[2:], strict=False):
+        for done, (previous, window, following) in enumerate(zip(windows, windows[1:], windows[2:], strict=False)):
             assert window is not None
             begun = perf_counter()
             self._lanes.settle()
@@ -154,8 +163,10 @@ class Executor:
             self._unpack(previous, tally)
             self._wait(posted, deadline)
             tally.seconds["move"] += perf_counter() - begun
+            self._after_window(done, total)
         self._unpack(windows[-2], tally)
         self._lanes.end()
+        self._after_window(total, total)
 
     def _batches(self, window: BoundWindow | None) -> Iterator[tuple[str, Batch]]:
         """The batches of a window whose engines are still there."""

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from attrs import define, field
 
@@ -46,8 +46,9 @@ class Standing:
 class Mover:
     """Groups and executors of one process. `drop` and `abort` may be called from any thread, all else from one."""
 
-    def __init__(self, fabric: Fabric) -> None:
+    def __init__(self, fabric: Fabric, *, after_window: Callable[[int, int], None]) -> None:
         self.standing: Standing | None = None
+        self._after_window = after_window
         self._fabric = fabric
         self._groups: dict[str, Group] = {}
         self._lock = threading.Lock()
@@ -107,7 +108,7 @@ class Mover:
         if engines not in standing.executors:
             groups = {name: group for name, group in self._groups.items() if name in engines}
             standing.executors[engines] = Executor(
-                self.program(engines), sources=sources, targets=targets, groups=groups
+                self.program(engines), sources=sources, targets=targets, groups=groups, after_window=self._after_window
             )
         return standing.executors[engines]
 

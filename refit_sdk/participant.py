@@ -68,7 +68,8 @@ class Participant:
         self._target = target
         self._gate = Gate(target)
         self._planner = planner
-        self._mover = Mover(fabric)
+        self._mover = Mover(fabric, after_window=self._passed)
+        self.watcher: Callable[[int, int], None] | None = None
         self._deadline = 0.0
         self._closed: SessionClosed | None = None
         self._left = False
@@ -97,6 +98,13 @@ class Participant:
     def client(self) -> Client:
         """The control channel."""
         return self._client
+
+    def _passed(self, done: int, total: int) -> None:
+        """A window is through: adapters may let go of what it touched, and who watches is told."""
+        for held in self.held:
+            held.trim()
+        if self.watcher is not None:
+            self.watcher(done, total)
 
     def _urgent(self, message: Down) -> None:
         """Act on what can't wait for this rank's turn. Called on the reader's thread."""
@@ -387,3 +395,5 @@ class Participant:
             self._client.send(messages.Leave(reason=reason))
         self._client.close()
         self._mover.close()
+        for held in self.held:
+            held.close()

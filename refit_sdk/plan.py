@@ -135,6 +135,12 @@ class Plan:
 
         return to_json(self)
 
+    def draw(self, name: str) -> str:
+        """What each rank holds of a tensor, as an SVG picture: sources above, engines below. `name` is a full one."""
+        from refit_sdk.render.drawing import draw
+
+        return draw(self, name)
+
     def __str__(self) -> str:
         from refit_sdk.render.plan import to_text
 

@@ -15,7 +15,7 @@ from refit_sdk.agreement import Sums
 from refit_sdk.aliases import TiedCheck
 from refit_sdk.bits import host_bits
 from refit_sdk.box import Box
-from refit_sdk.errors import RefitError
+from refit_sdk.errors import LayoutError, RefitError
 from refit_sdk.fold import fold
 from refit_sdk.messages import Claim
 from refit_sdk.overlap import subtract
@@ -47,6 +47,11 @@ class Held:
         described = self._adapter.describe()
         fragments = [fragment for fragment in described if not self._frozen(fragment.name)]
         self._left_alone = {fragment.name for fragment in described if self._frozen(fragment.name)}
+        if self._left_alone and getattr(self._adapter, "needs_all", False):
+            raise LayoutError(
+                f"{self.claim} can't leave {', '.join(sorted(self._left_alone)[:4])} frozen: what it writes is made "
+                f"anew by every push, and would lack them; drop frozen=, or leave them out of what it takes"
+            )
         if self.claim.side == "target":
             check_storage(fragments)
         self.body = wire.encode(fold(fragments))
@@ -98,6 +103,19 @@ class Held:
     def unfence(self) -> None:
         """Let a target serve."""
         self._target.unfence()
+
+    def trim(self) -> None:
+        """Let an adapter that maps files drop their pages, if it has a `trim`."""
+        self._ask("trim")
+
+    def close(self) -> None:
+        """Let an adapter give back what it opened, if it has a `close`."""
+        self._ask("close")
+
+    def _ask(self, verb: str) -> None:
+        method = getattr(self._adapter, verb, None)
+        if callable(method):
+            method()
 
     def sums(self, plan: Plan, *, process: int) -> Sums:
         """This source's parts of the digests of tensors that a target ties, read now."""

@@ -276,6 +276,13 @@ class RefitSession:
         with self._exclusive("reform"):
             self._participant.reform()
 
+    def watch(self, watcher: Callable[[int, int], None] | None) -> None:
+        """Have `watcher(done, total)` called in every push, on its thread, whenever a window is through; None: nobody.
+
+        What it raises fails the push.
+        """
+        self._participant.watcher = watcher
+
     def release(self) -> None:
         """Free the window buffers until the next push."""
         with self._exclusive("release"):

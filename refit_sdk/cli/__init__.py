@@ -15,7 +15,7 @@ import click
 from click.exceptions import Exit
 
 from refit_sdk import __version__
-from refit_sdk.cli import demo, doctor
+from refit_sdk.cli import demo, doctor, push
 from refit_sdk.errors import RefitError
 
 
@@ -41,6 +41,7 @@ def app() -> None:
 
 app.add_command(doctor.doctor)
 app.add_command(demo.demo)
+app.add_command(push.push)
 
 
 def main() -> None:

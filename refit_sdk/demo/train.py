@@ -24,8 +24,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 
+from refit_sdk.checkpoint import CheckpointError
 from refit_sdk.demo import oracle
-from refit_sdk.demo.checkpoint import EMBEDDING, HEAD, Checkpoint, CheckpointError
+from refit_sdk.demo.checkpoint import EMBEDDING, HEAD, Checkpoint
 from refit_sdk.demo.job import Job, use_loopback
 from refit_sdk.demo.model import Decoder, make_decoder
 from refit_sdk.demo.rows import Pushed

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from refit_sdk.demo.checkpoint import INDEX, SINGLE, CheckpointError, open_checkpoint
+from refit_sdk.checkpoint import INDEX, SINGLE, CheckpointError
+from refit_sdk.demo.checkpoint import open_checkpoint
 from refit_sdk.demo.run import Options, run_demo
 from refit_sdk.demo.train import stored_values
 from refit_sdk.errors import RefitError

@@ -21,7 +21,8 @@ ROOMS = {
     "geometry": "errors dtypes box tensor mesh placement layout",
     "planning": "asked settings topology world aliases families transport program overlap pieces coverage cuts balance "
     "moves windows summary cost routes plan",
-    "moving": "adapter fabric executor binding bits device narrowing",
+    "moving": "adapter packing fused fabric executor binding bits device narrowing",
+    "files": "checkpoint tensor_parallel exporting staging",
     "protocol": "fold views manifest messages control membership agreement states push verify report seat participant "
     "coordinator hub raising mover gathering rounds table outcome",
     "doors": "hookspecs interface offers plugins",
@@ -32,11 +33,11 @@ ROOMS = {
 
 ORDER = {module: level for level, modules in enumerate(ROOMS.values()) for module in modules.split()}
 ROOM = {module: room for room, modules in ROOMS.items() for module in modules.split()}
-UPWARD = {("plan", "render.plan"), ("report", "render.report")}
-"""Imports that point up all the same: plans and reports are shown by the shell, imported when they are shown."""
+UPWARD = {("plan", "render.plan"), ("plan", "render.drawing"), ("report", "render.report")}
+"""Imports that point up all the same: tables and pictures are the shell's, imported when asked for."""
 
 WITH_TORCH = {"moving", "shell"}
-PLUGIN_MAY_IMPORT = {"geometry", "planning", "moving", "protocol", "doors"}
+PLUGIN_MAY_IMPORT = {"geometry", "planning", "moving", "files", "protocol", "doors"}
 
 
 @frozen

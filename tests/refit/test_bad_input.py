@@ -120,9 +120,9 @@ BAD = [
     ),
     Bad(
         id="an integer cast that isn't declared",
-        sources=rows(stored="int32"),
-        targets=columns(stored="int64"),
-        says=(NAME, "int32 → int64", "declare it"),
+        sources=rows(stored="int64"),
+        targets=columns(stored="int32"),
+        says=(NAME, "int64 → int32", "declare it"),
     ),
     Bad(
         id="a cast to a dtype that isn't one",
