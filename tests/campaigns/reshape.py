@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import io
 import json
+import math
 import multiprocessing as mp
 import re
 import shutil
@@ -207,18 +208,19 @@ def main() -> int:
     """Make the checkpoint, run, say."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=2.0)
-    parser.add_argument("--limit-mb", type=float, default=300.0)
+    parser.add_argument("--limit-mb", type=float, help="300 for a whole run; a slice judges elements, and tells memory")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--slice")
     asked = parser.parse_args()
+    limit = asked.limit_mb or (math.inf if asked.slice else 300.0)
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp(prefix="refit-reshape-"))
     try:
         make(folder / "source", int((0.5 if asked.slice else asked.gb) * 1e9))
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-        print(f"commit {commit}, {time.strftime('%Y-%m-%d')}, limit {asked.limit_mb:g} MB a process")
+        print(f"commit {commit}, {time.strftime('%Y-%m-%d')}, limit {limit:g} MB a process")
         print("| what | seconds | peak MB of each process | elements compared |\n|---|---|---|---|")
-        told = rows(folder, asked.limit_mb)
+        told = rows(folder, limit)
     finally:
         shutil.rmtree(folder)
     if asked.json:
