@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 from attrs import frozen
@@ -140,7 +140,8 @@ class Work(Protocol):
 class Group(Protocol):
     """Connected processes. `peer` is always a world number. `abort` may be called from any thread.
 
-    `devices` are the types of the devices whose memory the group reads and writes (`"cpu"`, `"cuda"`).
+    `devices` are the types of the devices whose memory the group reads and writes (`"cpu"`, `"cuda"`). A group whose
+    links differ also has `links`, a dict from (sender, receiver) to a few words on what serves that link.
     """
 
     devices: ClassVar[frozenset[str]]
@@ -160,6 +161,12 @@ class Group(Protocol):
     def close(self) -> None:
         """Free sockets, threads and memory. Nothing may be pending. A second call does nothing."""
         ...
+
+
+def serves(group: Group, link: tuple[int, int], *, otherwise: str) -> str:
+    """What serves a link (sender, receiver) of a group: what the group says, or its fabric's name."""
+    links: Mapping[tuple[int, int], str] = getattr(group, "links", {})
+    return links.get(link, otherwise)
 
 
 @runtime_checkable

@@ -16,7 +16,7 @@ from attrs import define, field
 from refit_sdk.binding import Finder
 from refit_sdk.errors import RefitError
 from refit_sdk.executor import Executor, Moved
-from refit_sdk.fabric import Deadline, Fabric, FabricError, Group, KeyValue
+from refit_sdk.fabric import Deadline, Fabric, FabricError, Group, KeyValue, serves
 from refit_sdk.plan import Plan
 from refit_sdk.program import Program
 
@@ -91,6 +91,18 @@ class Mover:
         """The names of a process's ranks."""
         seats = self.standing.plan.world.seats if self.standing is not None else ()
         return "+".join(str(seat) for seat in seats if seat.process == process) or f"process {process}"
+
+    def links(self) -> dict[tuple[str, str], str]:
+        """What serves each link on which the plan moves bytes from or to this process, by the names of both ends."""
+        me, found = self._stands.process, set()
+        for window in self.program(self.mine(self._groups)).windows:
+            found |= {(message.engine, (me, message.peer)) for message in window.sends}
+            found |= {(message.engine, (message.peer, me)) for message in window.recvs}
+        name = self._fabric.name
+        return {
+            (self.name(src), self.name(dst)): serves(self._groups[engine], (src, dst), otherwise=name)
+            for engine, (src, dst) in sorted(found)
+        }
 
     def program(self, engines: frozenset[str]) -> Program:
         """This process's part of a push to these engines."""

@@ -95,6 +95,11 @@ class Participant:
         return self._target.uncovered if self._target is not None else ()
 
     @property
+    def links(self) -> dict[tuple[str, str], str]:
+        """What serves each link of this process that the plan uses; empty before there is a plan."""
+        return self._mover.links() if self._mover.standing is not None else {}
+
+    @property
     def client(self) -> Client:
         """The control channel."""
         return self._client

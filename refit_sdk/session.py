@@ -78,7 +78,7 @@ class RefitSession:
         ignore: Iterable[str] | None = None,
         window_bytes: int | None = None,
         adapter: str | None = None,
-        fabric: str | Fabric = "gloo",
+        fabric: str | Fabric = "mixed",
         token: str | None = None,
         insecure: bool = False,
         deadline: float = DEADLINE,
@@ -89,7 +89,7 @@ class RefitSession:
         `rank` and `size` default to RANK and WORLD_SIZE, `rendezvous` to REFIT_RENDEZVOUS. Rank 0 hosts it
         unless a `RefitController` does. `engines`: how many engines to wait for (1), or their names. `routes`, `casts`,
         `cast`, `ignore` and `window_bytes` are those of `Settings`, or give a whole `settings`. `fabric` is a name, or
-        a fabric made with arguments of its own.
+        a fabric made with arguments of its own; `"mixed"` is shared memory inside hosts and gloo between them.
         """
         place = Place(
             side="source",
@@ -126,7 +126,7 @@ class RefitSession:
         frozen: Iterable[str] = (),
         settings: Settings | None = None,
         adapter: str | None = None,
-        fabric: str | Fabric = "gloo",
+        fabric: str | Fabric = "mixed",
         token: str | None = None,
         insecure: bool = False,
         deadline: float = DEADLINE,
@@ -181,7 +181,7 @@ class RefitSession:
         window_bytes: int | None = None,
         source_adapter: str | None = None,
         target_adapter: str | None = None,
-        fabric: str | Fabric = "gloo",
+        fabric: str | Fabric = "mixed",
         token: str | None = None,
         insecure: bool = False,
         deadline: float = DEADLINE,
@@ -239,6 +239,14 @@ class RefitSession:
         They stay as the engine has them. What is derived from weights belongs into the adapter's `install`.
         """
         return self._participant.uncovered
+
+    @property
+    def links(self) -> dict[tuple[str, str], str]:
+        """What carries this process's bytes, by the names of sender and receiver: `shm (one copy)`, `shm`, `gloo`, or
+        another fabric's name. Chosen when the ranks connect; only links on which the plan moves bytes.
+        """
+        with self._exclusive():
+            return self._participant.links
 
     def push(
         self, *, version: int, require: int | Literal["all"] = "all", wait: bool = True

@@ -74,6 +74,17 @@ class GlooGroup:
     _ended: FabricError | None = None
     _lock: threading.Lock = field(factory=threading.Lock)
 
+    @property
+    def links(self) -> dict[tuple[int, int], str]:
+        """What carries the bytes of each link of this process, by (sender, receiver)."""
+        peers = [member for member in self._members if member != self._process]
+        return {pair: "gloo" for peer in peers for pair in ((self._process, peer), (peer, self._process))}
+
+    @property
+    def ended(self) -> FabricError | None:
+        """Why the whole group has ended at this process, or None."""
+        return self._ended
+
     def send(self, buffer: torch.Tensor, *, peer: int) -> GlooWork:
         """Start sending. The work ends when all bytes are on their way to a receive that the peer has posted."""
         return self._post("send", buffer, peer)

@@ -3,23 +3,49 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from moving_support import HandClock, Table, connect, threads
+from refit_backends.mixed import MixedFabric
 from refit_backends.gloo import GlooFabric
 from refit_backends.inproc import InprocFabric
+from refit_backends.shm import ShmFabric
 
-from refit_sdk.fabric import Fabric, FabricError
+from refit_sdk.fabric import Fabric, FabricError, Group
 
 LONG = 3600.0
 """Seconds that no test waits: `threads` fails long before."""
 
 
-@pytest.fixture(params=[InprocFabric, GlooFabric], ids=lambda cls: cls.name)
+class TwoHosts:
+    """Fabric `mixed`, where members of even and of odd number are told that they have a host each."""
+
+    name = "two hosts"
+
+    @classmethod
+    def missing(cls) -> str | None:
+        return MixedFabric.missing()
+
+    def connect(self, *, process: int, **about: Any) -> Group:
+        return MixedFabric(shm=ShmFabric(host=f"h{process % 2}")).connect(process=process, **about)
+
+
+FABRICS: dict[str, Callable[[], Fabric]] = {
+    "inproc": InprocFabric,
+    "gloo": GlooFabric,
+    "shm": ShmFabric,
+    "shm, two copies": lambda: ShmFabric(one_copy=False),
+    "mixed": MixedFabric,
+    "two hosts": TwoHosts,
+}
+
+
+@pytest.fixture(params=FABRICS)
 def fabric(request: pytest.FixtureRequest) -> Fabric:
-    return request.param()
+    return FABRICS[request.param]()
 
 
 def numbers(*values: int) -> torch.Tensor:
