@@ -51,7 +51,9 @@ class ShmGroup:
     _thread: threading.Thread | None = field(default=None, init=False)
 
     @classmethod
-    def over(cls, peers: Mapping[int, Peer], *, members: Sequence[int], process: int, directory: str | None) -> ShmGroup:
+    def over(
+        cls, peers: Mapping[int, Peer], *, members: Sequence[int], process: int, directory: str | None
+    ) -> ShmGroup:
         """A group on connections that are made; it takes them over."""
         group = cls(tuple(members), process)
         if peers:
@@ -229,9 +231,7 @@ class ShmFabric:
         """Connect to all members. `FabricError` naming who doesn't come, or those that are on different hosts."""
         if len(members) == 1:
             return ShmGroup(tuple(members), process)
-        met = self.meet(
-            group=group, members=members, process=process, store=store, deadline=Deadline.after(timeout)
-        )
+        met = self.meet(group=group, members=members, process=process, store=store, deadline=Deadline.after(timeout))
         if met.apart:
             for peer in met.peers.values():
                 peer.socket.close()

@@ -300,6 +300,4 @@ class Link:
 
 
 def _mismatch(sender: int, nbytes: int, receiver: int, found: int) -> str:
-    return (
-        f"process {sender} sends {nbytes} bytes where process {receiver} receives {found}: the two run different programs"
-    )
+    return f"process {sender} sends {nbytes} bytes where process {receiver} receives {found}: the two run different programs"

@@ -90,7 +90,7 @@ class _Own:
 
 @contextmanager
 def _own(host: str, backlog: int, directory: str | None) -> Iterator[_Own]:
-    nonce, name = secrets.token_bytes(NONCE_NBYTES), f"refit-{secrets.token_hex(16)}"
+    nonce, name = secrets.token_bytes(NONCE_NBYTES), f"refit-{os.getpid()}-{secrets.token_hex(16)}"
     copy = ctypes.create_string_buffer(nonce, NONCE_NBYTES)
     word = Word(host, name, nonce.hex(), ctypes.addressof(copy))
     segment = reserve(NONCE_NBYTES, directory=directory)

@@ -32,7 +32,7 @@ def reserve(nbytes: int, *, directory: str | None) -> int:
     >>> os.close(fd)
     """
     try:
-        fd = os.memfd_create("refit", os.MFD_CLOEXEC) if directory is None else _unnamed(directory)
+        fd = os.memfd_create(f"refit-{os.getpid()}", os.MFD_CLOEXEC) if directory is None else _unnamed(directory)
     except OSError as error:
         raise FabricError(f"can't make shared memory in {_place(directory)}: {error}; {_advice(directory)}") from error
     try:

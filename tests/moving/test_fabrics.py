@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from moving_support import HandClock, Table, connect, threads
-from refit_backends.mixed import MixedFabric
 from refit_backends.gloo import GlooFabric
 from refit_backends.inproc import InprocFabric
+from refit_backends.mixed import MixedFabric
 from refit_backends.shm import ShmFabric
 
 from refit_sdk.fabric import Fabric, FabricError, Group

@@ -21,6 +21,8 @@ from attrs import define, evolve, field, frozen
 from models import Held, Model
 from ranks import PATIENCE, Process, Rank, running, start
 from refit_backends.gloo import GlooFabric
+from refit_backends.mixed import MixedFabric
+from refit_backends.shm import ShmFabric
 
 from refit_sdk.box import Box
 from refit_sdk.controller import RefitController
@@ -49,6 +51,8 @@ class Place:
     nth: int = 1
     plain: bool = False
     breaks: str = ""
+    fabric: str = "gloo"
+    host: str = ""
     deadline: float = 10.0
     heartbeat: float = 10.0
 
@@ -120,27 +124,40 @@ class StagedModel(Model):
         self.fenced = None
 
 
+def fabric_of(name: str, *, host: str) -> Any:
+    """A fabric by name, on a host of that name where one is given. `two copies` is `shm` that reads no peer's memory."""
+    stated = host or None
+    made = {
+        "gloo": GlooFabric,
+        "shm": lambda: ShmFabric(host=stated),
+        "two copies": lambda: ShmFabric(host=stated, one_copy=False),
+        "mixed": lambda: MixedFabric(shm=ShmFabric(host=stated)),
+    }
+    return made[name]()
+
+
 class StagedFabric:
-    """gloo, with stages at connecting and at every message."""
+    """Another fabric, with stages at connecting and at every message."""
 
-    name = "gloo"
+    name = "staged"
 
-    def __init__(self, stage: Callable[[str], None]) -> None:
+    def __init__(self, fabric: Any, stage: Callable[[str], None]) -> None:
+        self._fabric = fabric
         self._stage = stage
 
     @classmethod
     def missing(cls) -> str | None:
-        """As gloo."""
-        return GlooFabric.missing()
+        """None: tests that start it need what it wraps."""
+        return None
 
     def connect(self, **about: Any) -> Any:
         """Connect, held before it."""
         self._stage("connecting")
-        return StagedGroup(GlooFabric().connect(**about), self._stage)
+        return StagedGroup(self._fabric.connect(**about), self._stage)
 
 
 class StagedGroup:
-    """A gloo group, held before the n-th send or receive."""
+    """A group, held before the n-th send or receive."""
 
     devices = frozenset({"cpu"})
 
@@ -206,7 +223,7 @@ class Node:
             "rendezvous": place.where,
             "rank": place.rank,
             "size": place.size,
-            "fabric": StagedFabric(self.stage),
+            "fabric": StagedFabric(fabric_of(place.fabric, host=place.host), self.stage),
             "deadline": place.deadline,
             "heartbeat": place.heartbeat,
         }
@@ -256,6 +273,11 @@ class Node:
     def move_to(self, where: str) -> None:
         """Join at another rendezvous from now on."""
         self.place = evolve(self.place, where=where)
+
+    def links(self) -> list[tuple[str, str, str]]:
+        """What carries this rank's bytes: sender, receiver, and what serves the link."""
+        assert self.session is not None
+        return sorted((src, dst, by) for (src, dst), by in self.session.links.items())
 
     def plan_ranks(self) -> list[str]:
         """The seats of the plan's world."""

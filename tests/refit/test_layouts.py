@@ -1,8 +1,8 @@
-"""Every kind of layout between real processes over gloo: two pushes each, bit-exact, nothing else written."""
+"""Every kind of layout between real processes, over every fabric: two pushes each, bit-exact, nothing else written."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,8 @@ from crew import Crew, Job, crew
 from judge import VALUES
 from models import Held, Model, Ranks, beside, local, spread
 from ranks import Rank, free_rendezvous
+from refit_backends.mixed import MixedFabric
+from refit_backends.shm import ShmFabric
 
 from refit_sdk.box import Box
 from refit_sdk.dtypes import ITEMSIZE
@@ -75,15 +77,15 @@ def _elements(rank: tuple[Held, ...]) -> dict[str, tuple[Any, str]]:
     return found
 
 
-def take_part(_: Rank, case: Case, process: int, where: str) -> list[PushReport]:
-    """One process of a case: every push judged, sources and targets."""
+def take_part(_: Rank, case: Case, process: int, where: str, fabric: str = "") -> list[PushReport]:
+    """One process of a case: every push judged, sources and targets. `fabric` is one of `FABRICS`, or the default."""
     source_rank, seat = case.processes[process]
     source = Model(case.sources[source_rank]) if source_rank is not None else None
     target = Model(case.engines[seat[0]][seat[1]]) if seat is not None else None
     models = [model for model in (source, target) if model is not None]
     before = [model.addresses() for model in models]
     reports = []
-    with _session(case, process, where, source, target) as session:
+    with _session(case, process, where, source, target, fabric) as session:
         assert target is None or target.untouched() == []
         for version in VERSIONS:
             if source is not None:
@@ -105,9 +107,13 @@ def _push(session: RefitSession, seats: tuple[int | None, tuple[str, int] | None
     return report
 
 
-def _session(case: Case, process: int, where: str, source: Model | None, target: Model | None) -> RefitSession:
+def _session(
+    case: Case, process: int, where: str, source: Model | None, target: Model | None, fabric: str
+) -> RefitSession:
     rank, seat = case.processes[process]
     common: dict[str, Any] = {"rendezvous": where, "deadline": 20}
+    if fabric:
+        common["fabric"] = FABRICS[fabric](process)
     engines = sorted(case.engines)
     if source is None:
         assert seat is not None
@@ -379,6 +385,15 @@ GROUPS = (
 CASES = [each for group in GROUPS for each in group()]
 
 
+FABRICS: dict[str, Callable[[int], Any]] = {
+    "gloo": lambda process: "gloo",
+    "shm": lambda process: "shm",
+    "two copies": lambda process: ShmFabric(one_copy=False),
+    "two hosts": lambda process: MixedFabric(shm=ShmFabric(host=f"h{process % 2}")),
+}
+"""Fabrics other than the default, by process. `two hosts` has shared memory and gloo in one group."""
+
+
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Crew]:
     with crew(SIZE) as made:
@@ -400,6 +415,13 @@ def test_bit_exact_twice(ranks: Crew, case: Case) -> None:
         )
         assert report.windows >= case.windows
     assert all(report.version in VERSIONS for each in reports for report in each)
+
+
+@pytest.mark.parametrize("fabric", FABRICS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_bit_exact_twice_over(ranks: Crew, case: Case, fabric: str) -> None:
+    where = free_rendezvous()
+    ranks.results([(take_part, (case, process, where, fabric)) for process in range(len(case.processes))])
 
 
 def test_the_cases_have_every_kind() -> None:
