@@ -189,9 +189,9 @@ class ShmGroup:
 
 
 class ShmFabric:
-    """Shared memory between all processes of a group, which must share a host. `host` overrides REFIT_HOST, which states
-    the host instead of having it found. `one_copy=False` leaves peers' memory alone. Segments are memfds, or unnamed
-    files in `directory`.
+    """Shared memory between all processes of a group, which must share a host. `host` overrides REFIT_HOST, which
+    states the host instead of having it found. `one_copy=False` leaves peers' memory alone. Segments are memfds, or
+    unnamed files in `directory`.
 
     >>> ShmFabric(host="rack-3").name
     'shm'
@@ -237,8 +237,8 @@ class ShmFabric:
                 peer.socket.close()
             why = met.why_apart(met.apart[0])
             raise FabricError(
-                f"fabric shm joins processes of one host only, and {len(met.apart)} pairs of group {group!r} share none: "
-                f"{why}; use fabric 'mixed', which takes gloo between hosts",
+                f"fabric shm joins processes of one host only, and {len(met.apart)} pairs of group {group!r} share "
+                f"none: {why}; use fabric 'mixed', which takes gloo between hosts",
                 peer=next((peer for pair in met.apart if process in pair for peer in pair if peer != process), None),
             )
         return self.over(met, members=members, process=process)

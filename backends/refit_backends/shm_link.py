@@ -98,7 +98,7 @@ class Operation:
 
 @define(eq=False)
 class Link:
-    """The pair of this process and a peer. `readable`: this one may read its memory; `reads`: it may read this one's."""
+    """The pair of this process and a peer. `readable`: this one may read its memory; `reads`: it may read ours."""
 
     process: int
     peer: int
@@ -300,4 +300,5 @@ class Link:
 
 
 def _mismatch(sender: int, nbytes: int, receiver: int, found: int) -> str:
-    return f"process {sender} sends {nbytes} bytes where process {receiver} receives {found}: the two run different programs"
+    here = f"process {sender} sends {nbytes} bytes where process {receiver} receives {found}"
+    return f"{here}: the two run different programs"

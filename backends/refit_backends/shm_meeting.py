@@ -125,7 +125,7 @@ def meet(
         told = call("", msgspec.json.encode(own.word))
         words = {member: msgspec.json.decode(word, type=Word) for member, word in told.items()}
         sockets = _dial(own, words, process, deadline)
-        unless_met.callback(lambda: [each.close() for each in sockets.values()])
+        unless_met.callback(_close_all, sockets)
         dialled = call("/dialled", _encode(sockets))
         callers = [member for member, word in dialled.items() if process in _decode(word)]
         _take_calls(own, words, callers, deadline, into=sockets)
@@ -138,6 +138,11 @@ def meet(
         peers = _try_reading(sockets, words, deadline, one_copy=one_copy)
         unless_met.pop_all()
         return Met(peers, apart, words)
+
+
+def _close_all(sockets: dict[int, socket.socket]) -> None:
+    for made in sockets.values():
+        made.close()
 
 
 def _encode(members: Iterator[int] | dict[int, socket.socket]) -> bytes:

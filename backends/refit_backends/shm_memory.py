@@ -1,8 +1,8 @@
-"""Memory that processes of one host share: anonymous segments, rings of slots in them, and reading a peer's own memory.
+"""Memory that processes of one host share: anonymous segments, rings of slots in them, and reading a peer's memory.
 
-A segment has no name from its first moment on: it's a memfd, or a file made with O_TMPFILE in a directory. Others get it
-as a descriptor, and it goes with the last process that has it, however that one ends. Its pages are reserved when it is
-made, so a place that is too small is an error here and no SIGBUS at the first write.
+A segment has no name from its first moment on: it's a memfd, or a file made with O_TMPFILE in a directory. Others get
+it as a descriptor, and it goes with the last process that has it, however that one ends. Its pages are reserved when it
+is made, so a place that is too small is an error here and no SIGBUS at the first write.
 """
 
 from __future__ import annotations

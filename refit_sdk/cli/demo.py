@@ -55,10 +55,12 @@ def demo(*, as_json: bool, **asked: Any) -> None:
 
 def _run(options: Options, *, as_json: bool) -> bool:
     from refit_sdk.demo.run import run_demo
-    from refit_sdk.render.demo import document, verdict
+    from refit_sdk.render.demo import carriers, document, verdict
 
     with closing(run_demo(options)) as running:
         rows = list(running if as_json else _shown(running, options))
+    if not as_json and (told := carriers(rows)):
+        click.echo(told)
     click.echo(document(rows) if as_json else verdict(rows))
     return len(rows) == options.pushes and all(row.ok for row in rows)
 

@@ -35,6 +35,8 @@ class Pushed:
     gb_per_s: float
     bytes_moved: int
     model_bytes: int
+    carried: tuple[str, ...] = ()
+    """What served the links of source rank 0."""
 
 
 @frozen
@@ -64,6 +66,7 @@ class Row:
     changed: int
     first_wrong: str
     logits_error: float
+    carried: tuple[str, ...] = ()
 
     @property
     def bit_equal(self) -> bool:
@@ -110,4 +113,5 @@ class Tally:
             changed=sum(part.changed for part in found),
             first_wrong=next((f"{rank} {part.first_wrong}" for rank, part in checked.items() if part.wrong), ""),
             logits_error=max(part.logits_error for part in found),
+            carried=pushed.carried,
         )

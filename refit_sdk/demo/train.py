@@ -173,4 +173,5 @@ def _push(session: RefitSession, job: Job, *, version: int, loss: float) -> Push
     seconds = time.perf_counter() - start
     assert isinstance(report, PushReport)
     model_bytes = job.config.num_parameters * oracle.DTYPE.itemsize
-    return Pushed(version, loss, seconds, report.gb_per_s, report.bytes_sent, model_bytes)
+    carried = tuple(sorted(set(session.links.values())))
+    return Pushed(version, loss, seconds, report.gb_per_s, report.bytes_sent, model_bytes, carried)

@@ -80,4 +80,11 @@ def verdict(rows: Sequence[Row]) -> str:
     if rows and right == len(rows):
         compared = f"{sum(row.elements for row in rows)} target elements compared"
         return f"{right} of {len(rows)} pushes right: {compared}, all bit-equal to the cast source"
+
     return f"{len(rows) - right} of {len(rows)} pushes did not deliver what the sources had"
+
+
+def carriers(rows: Sequence[Row]) -> str:
+    """What served the links of source rank 0, in a sentence; "" if it has none."""
+    served = sorted({name for row in rows for name in row.carried})
+    return f"the bytes of source[0] went by {' and '.join(served)}" if served else ""

@@ -28,7 +28,7 @@ def fabric_of(name: str, process: int) -> Any:
 
 
 def held() -> tuple[int, int]:
-    """Descriptors and threads of this process: the least in a tenth of a second, as a joined thread is still leaving."""
+    """Descriptors and threads of this process, the least in 0.1 s: a thread that was joined is still leaving."""
     end, found = time.monotonic() + 0.1, []
     while time.monotonic() < end:
         found.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))

@@ -125,7 +125,7 @@ class StagedModel(Model):
 
 
 def fabric_of(name: str, *, host: str) -> Any:
-    """A fabric by name, on a host of that name where one is given. `two copies` is `shm` that reads no peer's memory."""
+    """A fabric by name, on a host where one is stated. `two copies` is `shm` that reads no peer's memory."""
     stated = host or None
     made = {
         "gloo": GlooFabric,

@@ -67,7 +67,11 @@ def hear(crew: Cast, names: list[str]) -> dict[str, Told]:
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 @pytest.mark.parametrize("victim", ["source[1]", "a[1]"])
-@pytest.mark.parametrize(("fabric", "hosts"), [("shm", {}), ("two copies", {}), ("mixed", HOSTS)], ids=["one copy", "two copies", "two hosts"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fabric", "hosts"),
+    [("shm", {}), ("two copies", {}), ("mixed", HOSTS)],
+    ids=["one copy", "two copies", "two hosts"],
+)
 def test_a_rank_that_is_lost_while_it_moves_is_named_and_the_rest_is_true(
     fabric: str, hosts: dict[str, str], victim: str, how: str
 ) -> None:
