@@ -80,7 +80,6 @@ def verdict(rows: Sequence[Row]) -> str:
     if rows and right == len(rows):
         compared = f"{sum(row.elements for row in rows)} target elements compared"
         return f"{right} of {len(rows)} pushes right: {compared}, all bit-equal to the cast source"
-
     return f"{len(rows) - right} of {len(rows)} pushes did not deliver what the sources had"
 
 

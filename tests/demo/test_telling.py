@@ -16,7 +16,7 @@ from rich.console import Console
 from refit_sdk.cli.demo import demo
 from refit_sdk.demo.rows import Checked, Pushed, Row, Tally
 from refit_sdk.demo.run import Options, reserved_port
-from refit_sdk.render.demo import document, line, table, verdict
+from refit_sdk.render.demo import carriers, document, line, table, verdict
 
 RIGHT = Row(1, 6.2, 0.05, 0.08, 2_000_000, 5_500_000, 1_000_000, 0, 900_000, "", 0.004)
 FLIPPED = attrs.evolve(RIGHT, version=2, wrong=1, first_wrong="rollout-0[1] lm_head.weight")
@@ -47,6 +47,8 @@ def test_a_wrong_push_is_told_as_wrong_everywhere() -> None:
     assert "logits 20.00 WRONG % off" in line(MISCOMPUTED)
     assert verdict([RIGHT, FLIPPED]) == "1 of 2 pushes did not deliver what the sources had"
     assert verdict([RIGHT]) == "1 of 1 pushes right: 1000000 target elements compared, all bit-equal to the cast source"
+    by_two = attrs.evolve(RIGHT, carried=("gloo", "shm"))
+    assert [carriers([RIGHT]), carriers([RIGHT, by_two])] == ["", "the bytes of source[0] went by gloo and shm"]
     told = json.loads(document([RIGHT, FLIPPED]))
     assert [told["ok"], *(push["bit_equal"] for push in told["pushes"])] == [False, True, False]
 
