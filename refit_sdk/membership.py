@@ -152,6 +152,11 @@ class Membership:
                     f"settings differ: {member.name} has {member.hello.settings}, "
                     f"{hello.claims[0]} has {hello.settings}"
                 )
+            if member.hello.fabric and hello.fabric and member.hello.fabric != hello.fabric:
+                raise RendezvousError(
+                    f"fabrics differ: {member.name} has {member.hello.fabric!r}, {hello.claims[0]} has "
+                    f"{hello.fabric!r}: give all the same fabric="
+                )
             there, here = member.hello.plugins, hello.plugins
             differing = sorted(name for name in there.keys() & here.keys() if there[name] != here[name])
             if differing:

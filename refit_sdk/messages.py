@@ -59,7 +59,9 @@ class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Hello(Message, frozen=True):
-    """Asks for seats. `settings` is canonical JSON (None: what the sources say); `manifests` has one body a seat."""
+    """Asks for seats. `settings` is canonical JSON (None: what the sources say); `manifests` has one body a seat;
+    `fabric` is the name of what this process moves bytes by.
+    """
 
     sdk: str
     claims: tuple[Claim, ...]
@@ -69,6 +71,7 @@ class Hello(Message, frozen=True):
     engines: int | tuple[str, ...] | None
     pid: int
     host: str
+    fabric: str = ""
 
 
 class Ready(Message, frozen=True):

@@ -56,6 +56,11 @@ class Mover:
         self._running: tuple[int, Executor] | None = None
 
     @property
+    def fabric(self) -> str:
+        """The name of the fabric."""
+        return self._fabric.name
+
+    @property
     def _stands(self) -> Standing:
         assert self.standing is not None
         return self.standing

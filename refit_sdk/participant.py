@@ -139,6 +139,7 @@ class Participant:
             engines=engines,
             pid=pid,
             host=host,
+            fabric=self._mover.fabric,
         )
         self._say(hello)
         match self._next(bounded=True):

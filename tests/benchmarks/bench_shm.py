@@ -5,7 +5,7 @@
 Sources each send their bytes to one target, in messages of one size, all posted at once. Contenders take turns; what
 counts is the median of the ratios in a turn, seconds are for orientation. Contenders:
 
-- `two plain copies`: each source copies its bytes into memory that both share, each target copies as much out of it, all
+- `two plain copies`: each source copies its bytes into memory that both share, each target as much out of it, all
   at once, and nobody waits for anybody: what a perfectly overlapped pipeline through shared memory would take;
 - `shm`: the fabric where no peer's memory is read, compared with that;
 - `one plain copy`: each target copies as much out of shared memory, and sources do nothing;

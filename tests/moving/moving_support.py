@@ -8,9 +8,12 @@ from __future__ import annotations
 import multiprocessing as mp
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -132,6 +135,35 @@ def context() -> ForkServerContext:
     started = mp.get_context("forkserver")
     started.set_forkserver_preload(["torch", "torch._dynamo"])
     return started
+
+
+Case = Callable[[int, int, Connection], None]
+"""What a process does: its number, the port of the table, and its pipe."""
+
+
+@contextmanager
+def started(case: Case, count: int) -> Iterator[tuple[Sequence[BaseProcess], list[Connection]]]:
+    """`count` processes that run a case, each with a pipe; none outlives the block."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pairs = [context().Pipe() for _ in range(count)]
+    processes = [
+        context().Process(target=case, args=(index, server.port, theirs), daemon=True)
+        for index, (_, theirs) in enumerate(pairs)
+    ]
+    try:
+        for process, (_, theirs) in zip(processes, pairs, strict=True):
+            process.start()
+            theirs.close()
+        yield processes, [ours for ours, _ in pairs]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def heard(pipe: Connection) -> Any:
+    assert pipe.poll(60), "a process said nothing for 60 s"
+    return pipe.recv()
 
 
 def threads(count: int, work: Callable[[int], Any]) -> list[Any]:

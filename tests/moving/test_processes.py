@@ -2,45 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import moving_cases
-import torch.distributed as dist
-from moving_support import context
-
-Case = Callable[[int, int, Connection], None]
-
-
-@contextlib.contextmanager
-def started(case: Case, count: int) -> Iterator[tuple[Sequence[BaseProcess], list[Connection]]]:
-    """`count` processes that run a case, each with a pipe; none outlives the block."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pairs = [context().Pipe() for _ in range(count)]
-    processes = [
-        context().Process(target=case, args=(index, server.port, theirs), daemon=True)
-        for index, (_, theirs) in enumerate(pairs)
-    ]
-    try:
-        for process, (_, theirs) in zip(processes, pairs, strict=True):
-            process.start()
-            theirs.close()
-        yield processes, [ours for ours, _ in pairs]
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-
-
-def heard(pipe: Connection) -> Any:
-    assert pipe.poll(60), "a process said nothing for 60 s"
-    return pipe.recv()
+from moving_support import heard, started
 
 
 def test_groups_across_jobs_leave_torchs_registry_as_it_is() -> None:

@@ -20,11 +20,10 @@ import msgspec
 import pytest
 import shm_cases
 import torch
-from moving_support import Table, connect, threads
+from moving_support import Table, connect, heard, started, threads
 from refit_backends.shm import ONE_COPY, TWO_COPIES, ShmFabric
 from refit_backends.shm_link import _RECORD, Link, Lost, Operation, Tag
 from refit_backends.shm_meeting import Word
-from test_processes import heard, started
 
 from refit_sdk.fabric import FabricError
 

@@ -265,10 +265,10 @@ class Node:
         assert self.session is not None
         self.session.reform()
 
-    def close(self) -> None:
+    def close(self, reason: str = "") -> None:
         """Leave."""
-        assert self.session is not None
-        self.session.close()
+        if self.session is not None:
+            self.session.close(reason)
 
     def move_to(self, where: str) -> None:
         """Join at another rendezvous from now on."""

@@ -515,6 +515,12 @@ JOINING = [
         missing=("didn't join",),
     ),
     Joining(
+        id="fabrics that differ",
+        seats=[lone("source"), lone("target", options={"fabric": "gloo"})],
+        refused=("fabrics differ", "source[0] has 'mixed'", "rollout-0[0] has 'gloo'", "give all the same fabric="),
+        missing=("didn't join",),
+    ),
+    Joining(
         id="another release",
         seats=[lone("source"), lone("target", sdk="9.9.9")],
         refused=("refit_sdk is 9.9.9 here and", "at the rendezvous: install the same"),

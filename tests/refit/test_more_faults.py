@@ -408,7 +408,8 @@ def read_beside(_: Rank, where: str, versions: Sequence[int]) -> list[Any]:
 def gives_constants(_: Rank, where: str, versions: Sequence[int]) -> int:
     """Push tensors full of their version; the windows of a push."""
     module = Read()
-    with RefitSession.source(module, rendezvous=where, rank=0, size=1, window_bytes=4096, deadline=30) as session:
+    given: dict[str, Any] = {"rendezvous": where, "rank": 0, "size": 1, "fabric": "gloo", "deadline": 30}
+    with RefitSession.source(module, window_bytes=4096, **given) as session:
         for version in versions:
             module.first.fill_(version)
             module.last.fill_(version)
