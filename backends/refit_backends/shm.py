@@ -23,7 +23,7 @@ from attrs import define, field
 
 from refit_backends.shm_link import Kind, Link, Lost, Operation
 from refit_backends.shm_meeting import Met, Peer, meet
-from refit_backends.shm_memory import RING_NBYTES, check_room
+from refit_backends.shm_memory import RING_NBYTES, Reader, check_room
 from refit_sdk.fabric import Deadline, Fabric, FabricError, KeyValue
 from refit_sdk.hookspecs import hookimpl
 
@@ -46,6 +46,7 @@ class ShmGroup:
     _posted: deque[Operation] = field(factory=deque, init=False)
     _ended: FabricError | None = field(default=None, init=False)
     _lock: threading.Lock = field(factory=threading.Lock, init=False)
+    _reader: Reader = field(factory=Reader, init=False)
     _wake: int = field(default=-1, init=False)
     _poll: select.epoll | None = field(default=None, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
@@ -65,8 +66,9 @@ class ShmGroup:
         self._poll.register(self._wake, select.EPOLLIN)
         for member, peer in peers.items():
             self._links[member] = Link(
-                self._process, member, peer.socket, peer.pid, peer.readable, peer.reads, directory, self._wants_room
-            )
+                self._process, member, peer.socket, peer.pid, peer.readable, peer.reads, directory,
+                self._reader, self._wants_room,
+            )  # fmt: skip
             self._by_descriptor[peer.socket.fileno()] = self._links[member]
             self._poll.register(peer.socket, select.EPOLLIN)
         self._thread = threading.Thread(target=self._serve, name="refit-shm", daemon=True)
@@ -135,6 +137,7 @@ class ShmGroup:
                 os.close(self._wake)
             assert self._poll is not None
             self._poll.close()
+            self._reader.close()
 
     def _serve(self) -> None:
         try:

@@ -30,10 +30,10 @@ from typing import Final, Literal
 import torch
 from attrs import define, field
 
-from refit_backends.shm_memory import RING_NBYTES, SLOT_NBYTES, SLOTS, Ring, read_peer, reserve
+from refit_backends.shm_memory import RING_NBYTES, SLOT_NBYTES, SLOTS, Reader, Ring, reserve
 from refit_sdk.fabric import FabricError
 
-READ_NBYTES: Final = 8 << 20
+READ_NBYTES: Final = 16 << 20
 """Bytes read from a peer at once: what an abort waits for."""
 
 _RECORD: Final = struct.Struct("<BQQ")
@@ -107,6 +107,7 @@ class Link:
     readable: bool
     reads: bool
     directory: str | None
+    reader: Reader
     wants_room: Callable[[Link, bool], None]
     lost: FabricError | None = None
     _sends: deque[Operation] = field(factory=deque, init=False)
@@ -185,7 +186,7 @@ class Link:
         part = min(READ_NBYTES, nbytes - recv.moved)
         if part:
             try:
-                read_peer(self.pid, address + recv.moved, into=recv.address + recv.moved, nbytes=part)
+                self.reader.read(self.pid, address + recv.moved, into=recv.address + recv.moved, nbytes=part)
             except OSError as error:
                 raise Lost(str(error)) from error
         self._arrived(recv, part)

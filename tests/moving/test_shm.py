@@ -24,6 +24,7 @@ from moving_support import Table, connect, heard, started, threads
 from refit_backends.shm import ONE_COPY, TWO_COPIES, ShmFabric
 from refit_backends.shm_link import _RECORD, Link, Lost, Operation, Tag
 from refit_backends.shm_meeting import Word
+from refit_backends.shm_memory import Reader
 
 from refit_sdk.fabric import FabricError
 
@@ -189,7 +190,7 @@ def link(*, readable: bool = True) -> Iterator[tuple[Link, socket.socket, list[b
     here, there = socket.socketpair()
     here.setblocking(False)
     said: list[bool] = []
-    made = Link(1, 0, here, 0, readable, True, None, lambda _, wants: said.append(wants))
+    made = Link(1, 0, here, 0, readable, True, None, Reader(), lambda _, wants: said.append(wants))
     with there:
         yield made, there, said
     made.end(FabricError("the test is over"))
