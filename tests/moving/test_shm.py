@@ -23,7 +23,7 @@ import torch
 from moving_support import Table, connect, heard, started, threads
 from refit_backends.shm import ONE_COPY, TWO_COPIES, ShmFabric
 from refit_backends.shm_link import _RECORD, Link, Lost, Operation, Tag
-from refit_backends.shm_meeting import Word
+from refit_backends.shm_meeting import _GREETING, NONCE_NBYTES, Word
 from refit_backends.shm_memory import Reader
 
 from refit_sdk.fabric import FabricError
@@ -136,6 +136,17 @@ def test_links_say_how_bytes_travel(one_copy: bool) -> None:
     with connected(ShmFabric(one_copy=one_copy)) as ends:
         expected = ONE_COPY if one_copy else TWO_COPIES
         assert ends[0].links == ends[1].links == {(0, 1): expected, (1, 0): expected}
+
+
+@pytest.mark.parametrize("one_copy", [True, False], ids=["one copy", "two copies"])
+def test_a_length_that_differs_is_told_at_both_ends(one_copy: bool) -> None:
+    with connected(ShmFabric(one_copy=one_copy)) as ends:
+        recv = ends[1].recv(torch.zeros(3, dtype=torch.uint8), peer=0)
+        send = ends[0].send(torch.zeros(5, dtype=torch.uint8), peer=1)
+        for work, peer in ((recv, 0), (send, 1)):
+            with pytest.raises(FabricError, match="process 0 sends 5 bytes where process 1 receives 3") as caught:
+                work.wait(5)
+            assert caught.value.peer == peer
 
 
 @pytest.mark.parametrize("one_copy", [True, False], ids=["one copy", "two copies"])
@@ -273,7 +284,7 @@ def test_a_stranger_is_not_let_in() -> None:
             word = msgspec.json.decode(table.get("g/shm/here/0", timeout=10), type=Word)
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as made:
                 made.connect(f"\0{word.name}")
-                made.sendall(b"x" * 24)
+                made.sendall(_GREETING.pack(b"x" * NONCE_NBYTES, 1))
                 stranger.set()
                 return made.recv(1)
         if index == 1:
