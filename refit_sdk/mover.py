@@ -98,8 +98,12 @@ class Mover:
         return "+".join(str(seat) for seat in seats if seat.process == process) or f"process {process}"
 
     def links(self) -> dict[tuple[str, str], str]:
-        """What serves each link on which the plan moves bytes from or to this process, by the names of both ends."""
-        me, found = self._stands.process, set()
+        """What serves each link on which the plan moves bytes from or to this process, by the names of both ends; of
+        nothing before there is a plan.
+        """
+        if self.standing is None:
+            return {}
+        me, found = self.standing.process, set()
         for window in self.program(self.mine(self._groups)).windows:
             found |= {(message.engine, (me, message.peer)) for message in window.sends}
             found |= {(message.engine, (message.peer, me)) for message in window.recvs}

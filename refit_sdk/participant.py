@@ -69,10 +69,10 @@ class Participant:
         self._gate = Gate(target)
         self._planner = planner
         self._mover = Mover(fabric, after_window=self._passed)
+        self.links = self._mover.links
         self.watcher: Callable[[int, int], None] | None = None
-        self._deadline = 0.0
+        self._deadline, self._left = 0.0, False
         self._closed: SessionClosed | None = None
-        self._left = False
         self._client = client_of(self._urgent)
 
     @property
@@ -93,11 +93,6 @@ class Participant:
     def uncovered(self) -> tuple[str, ...]:
         """Names of the target's tensors that no push writes."""
         return self._target.uncovered if self._target is not None else ()
-
-    @property
-    def links(self) -> dict[tuple[str, str], str]:
-        """What serves each link of this process that the plan uses; empty before there is a plan."""
-        return self._mover.links() if self._mover.standing is not None else {}
 
     @property
     def client(self) -> Client:

@@ -244,9 +244,9 @@ class RefitSession:
     def links(self) -> dict[tuple[str, str], str]:
         """What carries this process's bytes, by the names of sender and receiver: `shm (one copy)`, `shm`, `gloo`, or
         another fabric's name. Chosen when the ranks connect; only links on which the plan moves bytes.
+        None before there is a plan, or after `close`.
         """
-        with self._exclusive():
-            return self._participant.links
+        return self._participant.links()
 
     def push(
         self, *, version: int, require: int | Literal["all"] = "all", wait: bool = True

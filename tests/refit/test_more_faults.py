@@ -16,6 +16,7 @@ from crew import Crew, Job, crew, meet
 from models import Held, Model, Ranks, spread
 from ranks import Rank, free_rendezvous
 from refit_backends.gloo import GlooFabric
+from refit_backends.mixed import MixedFabric
 from refit_backends.reshard import Reshard
 
 from refit_sdk import joining
@@ -99,13 +100,17 @@ def joins(_: Rank, seat: Seat, where: str) -> tuple[Said, set[str]]:
     model = Model(seat.held)
     joining.registry = registry_with_frayed
     try:
-        with counted(GlooFabric, "connect") as fabrics, counted(Reshard, "steps") as transports:
+        with (
+            counted(GlooFabric, "connect") as gloo,
+            counted(MixedFabric, "connect") as fabrics,
+            counted(Reshard, "steps") as transports,
+        ):
             try:
                 seat.join(model, where).close()
                 said = Said("", faults=tuple(model.untouched()))
             except RefitError as error:
                 said = said_of(error, model)
-        return said, {each.__name__ for each in (*fabrics, *transports)}
+        return said, {each.__name__ for each in (*gloo, *fabrics, *transports)}
     finally:
         joining.registry = registry
 
