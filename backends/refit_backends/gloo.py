@@ -7,7 +7,8 @@ torch's own list of groups never hears of it: no default group is needed, made o
 3. Send and receive with a tag made of the length. gloo ends the process when a message is longer than the buffer it
    meets; with the length in the tag such two never meet, and the wait runs out instead.
 4. A wait that runs out closes all pairs of the group at this process, and gloo's own `abort` does nothing. So `abort`
-   posts a receive that nobody answers and lets it run out, which ends every pending wait at once.
+   posts a receive that nobody answers and lets it run out, which ends every pending wait at once, but for one.
+5. That one is gloo's: a message that is half way across when its peer dies ends only when its wait runs out.
 """
 
 from __future__ import annotations
