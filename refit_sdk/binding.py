@@ -2,10 +2,11 @@
 
 1. Find the views of each piece. At a source they must cover it, and of places that store the same element one is read;
    at a target they must cover it, and all are written.
-2. A message of one piece that is, at this end, a contiguous view in the wire's dtype needs no window buffer: the view's
-   own bytes are sent, or received into.
-3. Every other message gets a stretch of a window buffer. There are two buffers a side and device, used in turn, each as
-   large as its largest window needs, made here once.
+2. A piece that is one view, in the wire's dtype, needs no window buffer if it is contiguous and alone in its message,
+   or if it has long runs and the fabric gathers and scatters: its own bytes are sent, or received into.
+3. Every other piece gets a stretch of a window buffer; a message that isn't all in place is, where the fabric doesn't
+   gather, all in the buffer. There are two buffers a side and device, used in turn, each as large as its largest window
+   needs, made here once.
 4. Copies between views and stretches (casts among them) are listed per window and engine, for one call each.
 
 The result is only tensors: running it looks up no name and computes no box.
@@ -22,9 +23,11 @@ from attrs import define, field, frozen
 
 from refit_sdk.box import Box
 from refit_sdk.device import window_buffer
+from refit_sdk.dtypes import itemsize
 from refit_sdk.errors import LayoutError
 from refit_sdk.narrowing import Narrowed, NarrowedRun, may_overflow
 from refit_sdk.program import Message, Piece, Program, Window
+from refit_sdk.runs import Runs, is_worth_leaving
 
 Side = Literal["send", "recv"]
 Found = tuple[Box, torch.Tensor]
@@ -40,11 +43,11 @@ class Finder(Protocol):
 
 @frozen(eq=False)
 class Transfer:
-    """One message: `buffer` is all its bytes, 1-D uint8; `live` says that they are a view's, not a window buffer's."""
+    """One message: `buffer` is all its bytes, 1-D uint8, or where they lie; `live` says that views' are among them."""
 
     engine: str
     peer: int
-    buffer: torch.Tensor
+    buffer: torch.Tensor | Runs
     live: bool
 
 
@@ -98,11 +101,17 @@ class Bound:
     buffer_nbytes: int
 
 
-def bind(program: Program, *, sources: Finder | None, targets: Finder | None, carried: frozenset[str]) -> Bound:
-    """Bind a program to views. `carried` are the types of the devices whose memory the fabric reads and writes.
+@frozen(kw_only=True)
+class Carried:
+    """What all groups of a program can do: the types of devices whose memory they read and write, and whether they take
+    runs in place of buffers."""
 
-    `LayoutError` if a piece isn't covered by views.
-    """
+    devices: frozenset[str] = frozenset({"cpu"})
+    scatters: bool = False
+
+
+def bind(program: Program, *, sources: Finder | None, targets: Finder | None, carried: Carried) -> Bound:
+    """Bind a program to views. `LayoutError` if a piece isn't covered by views."""
     finders: dict[Side, Finder | None] = {"send": sources, "recv": targets}
     placer = _Placer(finders, carried)
     placed = [placer.place(window, turn % 2) for turn, window in enumerate(program.windows)]
@@ -116,28 +125,53 @@ Slot = tuple[Side, int, torch.device]
 
 
 @frozen(eq=False)
+class _Part:
+    """A piece of a message, its views, and where its bytes are: in its first view, or so far into a window buffer."""
+
+    piece: Piece
+    found: list[Found]
+    offset: int | None
+
+    def stretch(self, buffer: torch.Tensor | None) -> torch.Tensor:
+        """Its bytes, in its own dtype and shape."""
+        if self.offset is None:
+            return self.found[0][1]
+        assert buffer is not None
+        return buffer.narrow(0, self.offset, self.piece.nbytes).view(_dtype(self.piece)).view(self.piece.box.shape)
+
+
+@frozen(eq=False)
 class _Placed:
-    """A message with its views, piece by piece, and its place: a live view, or a stretch of a window buffer."""
+    """A message and its parts. `slot` is the window buffer of those that are in one."""
 
     message: Message
     side: Side
-    pieces: tuple[tuple[Piece, list[Found]], ...]
-    live: torch.Tensor | None
+    parts: tuple[_Part, ...]
     slot: Slot
-    offset: int
 
-    def buffer(self, buffers: dict[Slot, torch.Tensor]) -> torch.Tensor:
+    @property
+    def live(self) -> bool:
+        """Whether bytes of views are among the message's."""
+        return any(part.offset is None for part in self.parts)
+
+    def bytes_in(self, buffer: torch.Tensor | None) -> torch.Tensor | Runs:
         """All bytes of the message."""
-        if self.live is not None:
+        stretches = [part.stretch(buffer) for part in self.parts]
+        if not self.live:
+            assert buffer is not None
+            first = self.parts[0].offset
+            assert first is not None
+            return buffer.narrow(0, first, self.message.nbytes)
+        if len(stretches) == 1 and stretches[0].is_contiguous():
             # Of a dim of one element torch keeps any step, and then refuses to see bytes.
-            return self.live.as_strided((self.live.numel(),), (1,)).view(torch.uint8)
-        return buffers[self.slot].narrow(0, self.offset, self.message.nbytes)
+            return stretches[0].as_strided((stretches[0].numel(),), (1,)).view(torch.uint8)
+        return Runs.of(stretches)
 
 
 class _Placer:
     """Finds the views of all messages and adds up what each window buffer must hold."""
 
-    def __init__(self, finders: dict[Side, Finder | None], carried: frozenset[str]) -> None:
+    def __init__(self, finders: dict[Side, Finder | None], carried: Carried) -> None:
         self._finders = finders
         self._carried = carried
         self._largest: dict[Slot, int] = {}
@@ -152,29 +186,33 @@ class _Placer:
         return window, placed
 
     def _place(self, message: Message, side: Side, turn: int, used: dict[Slot, int]) -> _Placed:
-        pieces = tuple((piece, _views(piece, self._finders[side], side)) for piece in message.pieces if piece.nbytes)
+        pieces = [(piece, _views(piece, self._finders[side], side)) for piece in message.pieces if piece.nbytes]
         self.devices.update(view.device for _, found in pieces for _, view in found)
         device = pieces[0][1][0][1].device
-        slot = (side, turn, device if device.type in self._carried else torch.device("cpu"))
-        live = _live(pieces, self._carried)
-        offset = used.get(slot, 0)
-        if live is None:
-            used[slot] = offset + message.buffer_nbytes
-        return _Placed(message, side, pieces, live, slot, offset)
+        slot = (side, turn, device if device.type in self._carried.devices else torch.device("cpu"))
+        at, parts = used.get(slot, 0), []
+        for piece, found in pieces:
+            if self._stays(piece, found, alone=len(pieces) == 1):
+                parts.append(_Part(piece, found, None))
+                continue
+            at += -at % itemsize(piece.dtype)
+            parts.append(_Part(piece, found, at))
+            at += piece.nbytes
+        if at > used.get(slot, 0):
+            used[slot] = at + -at % 16
+        return _Placed(message, side, tuple(parts), slot)
+
+    def _stays(self, piece: Piece, found: list[Found], *, alone: bool) -> bool:
+        """Whether a piece's bytes are sent from, or received into, its first view."""
+        box, view = found[0]
+        if box != piece.box or view.dtype != _dtype(piece) or view.device.type not in self._carried.devices:
+            return False
+        if self._carried.scatters and is_worth_leaving(view):
+            return True
+        return alone and view.is_contiguous() and not view.is_conj() and not view.is_neg()
 
     def buffers(self) -> dict[Slot, torch.Tensor]:
         return {slot: window_buffer(nbytes, slot[2]) for slot, nbytes in self._largest.items()}
-
-
-def _live(pieces: Sequence[tuple[Piece, list[Found]]], carried: frozenset[str]) -> torch.Tensor | None:
-    """The view whose own bytes are the message, if there is one."""
-    if len(pieces) != 1:
-        return None
-    piece, found = pieces[0]
-    box, view = found[0]
-    plain = view.is_contiguous() and not view.is_conj() and not view.is_neg()
-    fits = box == piece.box and view.dtype == _dtype(piece) and view.device.type in carried
-    return view if plain and fits else None
 
 
 def _dtype(piece: Piece) -> torch.dtype:
@@ -234,57 +272,54 @@ def _bind_window(
 ) -> BoundWindow:
     bound = BoundWindow(window.number)
     for placed in messages:
-        _bind_message(placed, placed.buffer(buffers), bound)
+        _bind_message(placed, buffers.get(placed.slot), bound)
     for engine, piece in window.copies:
         if piece.nbytes:
             _bind_copy(piece, finders, bound.batches[engine])
     return bound
 
 
-def _bind_message(placed: _Placed, buffer: torch.Tensor, bound: BoundWindow) -> None:
+def _bind_message(placed: _Placed, buffer: torch.Tensor | None, bound: BoundWindow) -> None:
     message = placed.message
-    transfer = Transfer(message.engine, message.peer, buffer, placed.live is not None)
+    transfer = Transfer(message.engine, message.peer, placed.bytes_in(buffer), placed.live)
     (bound.sends if placed.side == "send" else bound.recvs).append(transfer)
     batch = bound.batches[message.engine]
     if placed.side == "recv":
         _bind_unpack(placed, buffer, batch)
-    elif placed.live is None:
+    else:
         _bind_pack(placed, buffer, batch)
 
 
-def _stretches(placed: _Placed, buffer: torch.Tensor) -> Iterator[tuple[Piece, list[Found], torch.Tensor]]:
-    """Each piece with its views and its stretch of the message, in its own dtype and shape."""
-    at = 0
-    for piece, found in placed.pieces:
-        yield piece, found, buffer.narrow(0, at, piece.nbytes).view(_dtype(piece)).view(piece.box.shape)
-        at += piece.nbytes
+def _bind_unpack(placed: _Placed, buffer: torch.Tensor | None, batch: Batch) -> None:
+    for part in placed.parts:
+        stretch = part.stretch(buffer)
+        for box, view in part.found[1:] if part.offset is None else part.found:
+            batch.unpack.add(view, narrow(stretch, box, part.piece.box))
 
 
-def _bind_unpack(placed: _Placed, buffer: torch.Tensor, batch: Batch) -> None:
-    for piece, found, stretch in _stretches(placed, buffer):
-        for box, view in found[1:] if placed.live is not None else found:
-            batch.unpack.add(view, narrow(stretch, box, piece.box))
-
-
-def _bind_pack(placed: _Placed, buffer: torch.Tensor, batch: Batch) -> None:
-    narrowed: dict[torch.dtype, list[Narrowed]] = {}
-    for piece, found, stretch in _stretches(placed, buffer):
-        for box, view in found:
-            batch.pack.add(narrow(stretch, box, piece.box), view)
+def _bind_pack(placed: _Placed, buffer: torch.Tensor | None, batch: Batch) -> None:
+    narrowed: dict[torch.dtype, list[tuple[_Part, Narrowed]]] = {}
+    for part in placed.parts:
+        if part.offset is None:
+            continue
+        stretch = part.stretch(buffer)
+        for box, view in part.found:
+            batch.pack.add(narrow(stretch, box, part.piece.box), view)
             if may_overflow(view.dtype, stretch.dtype):
-                narrowed.setdefault(stretch.dtype, []).append(Narrowed(piece.name, view, stretch.dtype))
-    for dtype, tensors in narrowed.items():
-        batch.narrowed.append(NarrowedRun(_run_of(dtype, placed, buffer), tuple(tensors)))
+                about = Narrowed(part.piece.name, view, stretch.dtype)
+                narrowed.setdefault(stretch.dtype, []).append((part, about))
+    for dtype, pairs in narrowed.items():
+        assert buffer is not None
+        run = _run_of(dtype, [part for part, _ in pairs], buffer)
+        batch.narrowed.append(NarrowedRun(run, tuple(about for _, about in pairs)))
 
 
-def _run_of(dtype: torch.dtype, placed: _Placed, buffer: torch.Tensor) -> torch.Tensor:
-    """The stretch of a message from its first piece of a dtype to its last."""
-    ends, at = [], 0
-    for piece, _ in placed.pieces:
-        if _dtype(piece) == dtype:
-            ends += [at, at + piece.nbytes]
-        at += piece.nbytes
-    return buffer[ends[0] : ends[-1]].view(dtype)
+def _run_of(dtype: torch.dtype, parts: list[_Part], buffer: torch.Tensor) -> torch.Tensor:
+    """The stretch of a window buffer from the first of the parts, which are of one dtype, to the last."""
+    first, last = parts[0], parts[-1]
+    assert first.offset is not None
+    assert last.offset is not None
+    return buffer[first.offset : last.offset + last.piece.nbytes].view(dtype)
 
 
 def _bind_copy(piece: Piece, finders: dict[Side, Finder | None], batch: Batch) -> None:

@@ -17,13 +17,15 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter
+from typing import cast
 
+import torch
 from attrs import define, field, frozen
 
-from refit_sdk.binding import Batch, Bound, BoundWindow, Finder, Transfer, bind
+from refit_sdk.binding import Batch, Bound, BoundWindow, Carried, Finder, Transfer, bind
 from refit_sdk.device import Lanes
 from refit_sdk.errors import RefitError
-from refit_sdk.fabric import Deadline, FabricError, Group, Work
+from refit_sdk.fabric import Deadline, FabricError, Group, Work, scatters
 from refit_sdk.narrowing import NarrowingError
 from refit_sdk.program import Program
 
@@ -68,6 +70,17 @@ class _Posted:
     transfer: Transfer
     work: Work
     count: Counter[str]
+    mutated: set[str]
+    """Where to say that the engine's live storage was written."""
+
+    def wait(self, seconds: float) -> None:
+        """Wait, and count. A work that fails and doesn't know that it wrote nothing may have written."""
+        engine = self.transfer.engine
+        try:
+            self.count[engine] += self.work.wait(seconds)
+        finally:
+            if getattr(self.work, "touched", True):
+                self.mutated.add(engine)
 
 
 class Executor:
@@ -143,9 +156,8 @@ class Executor:
 
     def _ready(self) -> Bound:
         if self._bound is None:
-            carried = [group.devices for group in self._groups.values()]
-            both = frozenset.intersection(*carried) if carried else frozenset({"cpu"})
-            self._bound = bind(self._program, sources=self._sources, targets=self._targets, carried=both)
+            carried = _carried(list(self._groups.values()))
+            self._bound = bind(self._program, sources=self._sources, targets=self._targets, carried=carried)
             self._lanes = Lanes(self._bound.devices)
         return self._bound
 
@@ -204,12 +216,14 @@ class Executor:
         for transfer in window.recvs:
             with self._guarded(transfer.engine) as group:
                 if group is not None:
-                    posted.append(_Posted(transfer, group.recv(transfer.buffer, peer=transfer.peer), tally.arrived))
-                    tally.mutated.update((transfer.engine,) if transfer.live else ())
+                    work = group.recv(_buffer(transfer), peer=transfer.peer)
+                    posted.append(_Posted(transfer, work, tally.arrived, tally.mutated if transfer.live else set()))
         for transfer in window.sends:
             with self._guarded(transfer.engine) as group:
                 if group is not None:
-                    posted.append(_Posted(transfer, group.send(transfer.buffer, peer=transfer.peer), tally.sent))
+                    posted.append(
+                        _Posted(transfer, group.send(_buffer(transfer), peer=transfer.peer), tally.sent, set())
+                    )
         return posted
 
     @contextmanager
@@ -224,4 +238,16 @@ class Executor:
         """Wait for all, those of dropped engines too: their works end at once, and then nothing writes any more."""
         for each in posted:
             with self._guarded(each.transfer.engine):
-                each.count[each.transfer.engine] += each.work.wait(deadline.remaining())
+                each.wait(deadline.remaining())
+
+
+def _buffer(transfer: Transfer) -> torch.Tensor:
+    """Its bytes. Runs are only bound where every group takes them."""
+    return cast(torch.Tensor, transfer.buffer)
+
+
+def _carried(groups: Sequence[Group]) -> Carried:
+    if not groups:
+        return Carried()
+    devices = frozenset.intersection(*(group.devices for group in groups))
+    return Carried(devices=devices, scatters=all(scatters(group) for group in groups))

@@ -130,7 +130,7 @@ def roll_call(
 
 
 class Work(Protocol):
-    """One posted send or receive."""
+    """One posted send or receive. If it has `touched`, that says whether a receive's buffer may have been written."""
 
     def wait(self, timeout: float) -> int:
         """Wait for completion; the bytes carried. `FabricError` on failure, abort or after `timeout` seconds."""
@@ -141,7 +141,9 @@ class Group(Protocol):
     """Connected processes. `peer` is always a world number. `abort` may be called from any thread.
 
     `devices` are the types of the devices whose memory the group reads and writes (`"cpu"`, `"cuda"`). A group whose
-    links differ also has `links`, a dict from (sender, receiver) to a few words on what serves that link.
+    links differ also has `links`, a dict from (sender, receiver) to a few words on what serves that link. A group that
+    has `scatters`, and it is true, also takes `refit_sdk.runs.Runs` in place of a buffer, whose bytes on the host it
+    gathers and scatters itself.
     """
 
     devices: ClassVar[frozenset[str]]
@@ -161,6 +163,11 @@ class Group(Protocol):
     def close(self) -> None:
         """Free sockets, threads and memory. Nothing may be pending. A second call does nothing."""
         ...
+
+
+def scatters(group: Group) -> bool:
+    """Whether a group takes runs in place of buffers."""
+    return bool(getattr(group, "scatters", False))
 
 
 def serves(group: Group, link: tuple[int, int], *, otherwise: str) -> str:

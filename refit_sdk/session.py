@@ -89,7 +89,7 @@ class RefitSession:
         `rank` and `size` default to RANK and WORLD_SIZE, `rendezvous` to REFIT_RENDEZVOUS. Rank 0 hosts it
         unless a `RefitController` does. `engines`: how many engines to wait for (1), or their names. `routes`, `casts`,
         `cast`, `ignore` and `window_bytes` are those of `Settings`, or give a whole `settings`. `fabric` is a name, or
-        a fabric made with arguments of its own; `"mixed"` is shared memory inside hosts and gloo between them.
+        a fabric made with arguments of its own; `"mixed"` is shared memory inside hosts and TCP between them.
         """
         place = Place(
             side="source",
@@ -242,7 +242,7 @@ class RefitSession:
 
     @property
     def links(self) -> dict[tuple[str, str], str]:
-        """What carries this process's bytes, by the names of sender and receiver: `shm (one copy)`, `shm`, `gloo`, or
+        """What carries this process's bytes, by the names of sender and receiver: `shm (one copy)`, `shm`, `tcp`, or
         another fabric's name. Chosen when the ranks connect; only links on which the plan moves bytes.
         None before there is a plan, or after `close`.
         """

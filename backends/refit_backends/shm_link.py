@@ -3,8 +3,8 @@
 Records of fixed size go both ways on a Unix socket; the bytes themselves never do. Where the receiver may read the
 sender's memory, a message is one copy:
 
-1. The sender offers an address and a length.
-2. The receiver meets the offer with its oldest receive, copies straight into that buffer, and says `DONE`.
+1. The sender offers a length, and the address of the bytes, or of the table of their runs.
+2. The receiver meets the offer with its oldest receive, copies straight to where that wants them, and says `DONE`.
 
 Otherwise it is two, through a ring that the sender makes at its first message and hands over as a descriptor:
 
@@ -21,32 +21,30 @@ from __future__ import annotations
 import os
 import socket
 import struct
-import threading
 from collections import deque
-from collections.abc import Callable
 from enum import IntEnum
-from typing import Final, Literal
+from select import EPOLLIN, EPOLLOUT
+from typing import Final
 
-import torch
 from attrs import define, field
 
-from refit_backends.shm_memory import RING_NBYTES, SLOT_NBYTES, SLOTS, Reader, Ring, reserve
+from refit_backends.links import Listen, Lost, Operation
+from refit_backends.shm_memory import RING_NBYTES, SLOT_NBYTES, SLOTS, Reader, Ring, read_table, reserve
 from refit_sdk.fabric import FabricError
+from refit_sdk.runs import Runs
 
 READ_NBYTES: Final = 16 << 20
 """Bytes read from a peer at once: what an abort waits for."""
 
-_RECORD: Final = struct.Struct("<BQQ")
+_RECORD: Final = struct.Struct("<BQQQ")
 _HEARD_AT_ONCE: Final = 1 << 16
-
-Kind = Literal["send", "recv"]
 
 
 class Tag(IntEnum):
-    """What a record says, with two numbers."""
+    """What a record says, with three numbers."""
 
     OFFER = 1
-    """A message: its bytes, and the address."""
+    """A message: its bytes, the address, and the blocks of the table that is there; of 0 the bytes themselves are."""
     RING = 2
     """The ring's descriptor comes with this record."""
     CHUNK = 3
@@ -59,45 +57,8 @@ class Tag(IntEnum):
     """A message has another length than its receive: the message's bytes, and the receive's."""
 
 
-class Lost(Exception):
-    """The link can't go on. The text says why."""
-
-
 @define(eq=False)
-class Operation:
-    """One posted send or receive. `give_up` is called with the seconds that were waited in vain."""
-
-    kind: Kind
-    peer: int
-    buffer: torch.Tensor
-    give_up: Callable[[Operation, float], None]
-    nbytes: int = field(init=False)
-    address: int = field(init=False)
-    moved: int = field(default=0, init=False)
-    error: FabricError | None = field(default=None, init=False)
-    ended: threading.Event = field(factory=threading.Event, init=False)
-
-    def __attrs_post_init__(self) -> None:
-        self.nbytes = self.buffer.numel()
-        self.address = self.buffer.data_ptr()
-
-    def wait(self, timeout: float) -> int:
-        """Wait for completion; the bytes carried. `FabricError` on failure, abort or after `timeout` seconds."""
-        if not self.ended.wait(timeout):
-            self.give_up(self, timeout)
-            self.ended.wait()
-        if self.error is not None:
-            raise FabricError(str(self.error), peer=self.error.peer)
-        return self.nbytes
-
-    def end(self, error: FabricError | None = None) -> None:
-        """It has ended, well or not."""
-        self.error = error
-        self.ended.set()
-
-
-@define(eq=False)
-class Link:
+class ShmLink:
     """The pair of this process and a peer. `readable`: this one may read its memory; `reads`: it may read ours."""
 
     process: int
@@ -108,14 +69,16 @@ class Link:
     reads: bool
     directory: str | None
     reader: Reader
-    wants_room: Callable[[Link, bool], None]
+    listen: Listen
     lost: FabricError | None = None
     _sends: deque[Operation] = field(factory=deque, init=False)
     """Not yet wholly offered or written."""
     _sent: deque[Operation] = field(factory=deque, init=False)
     _recvs: deque[Operation] = field(factory=deque, init=False)
-    _incoming: deque[tuple[int, int]] = field(factory=deque, init=False)
-    """Offers (bytes, address) or chunks (bytes, whole), in order."""
+    _incoming: deque[tuple[int, int, int]] = field(factory=deque, init=False)
+    """Offers (bytes, address, blocks) or chunks (bytes, whole, 0), in order."""
+    _offered: Runs | None = field(default=None, init=False)
+    """Where the bytes of the oldest offer are, once its table is read."""
     _ours: Ring | None = field(default=None, init=False)
     _theirs: Ring | None = field(default=None, init=False)
     _free: int = field(default=SLOTS, init=False)
@@ -128,15 +91,20 @@ class Link:
 
     def post(self, operation: Operation) -> None:
         """Take an operation over."""
-        if self.lost is not None:
-            operation.end(self.lost)
-        elif operation.kind == "recv":
+        if operation.kind == "recv":
             self._recvs.append(operation)
         elif self.reads:
             self._sent.append(operation)
-            self._say(Tag.OFFER, operation.nbytes, operation.address)
+            self._offer(operation)
         else:
             self._sends.append(operation)
+
+    def _offer(self, send: Operation) -> None:
+        table = send.runs.blocks
+        if send.runs.address is not None or not len(table):
+            self._say(Tag.OFFER, send.nbytes, send.runs.address or 0)
+        else:
+            self._say(Tag.OFFER, send.nbytes, table.ctypes.data, len(table))
 
     def step(self) -> bool:
         """Copy at most one chunk each way, and say so; whether there was anything to do. `Lost` if it can't go on."""
@@ -151,7 +119,7 @@ class Link:
         assert self._ours is not None
         send = self._sends[0]
         chunk = min(SLOT_NBYTES, send.nbytes - send.moved)
-        self._ours.write(send.address + send.moved, chunk)
+        self._ours.write(send.runs, at=send.moved, nbytes=chunk)
         send.moved += chunk
         self._free -= 1
         self._say(Tag.CHUNK, chunk, send.nbytes)
@@ -166,7 +134,7 @@ class Link:
             return False
         fd = reserve(RING_NBYTES, directory=self.directory)
         try:
-            socket.send_fds(self.socket, [_RECORD.pack(Tag.RING, 0, 0)], [fd])
+            socket.send_fds(self.socket, [_RECORD.pack(Tag.RING, 0, 0, 0)], [fd])
         except BlockingIOError:
             self._full(True)
             return False
@@ -181,27 +149,31 @@ class Link:
     def _read_offer(self) -> bool:
         if not self._recvs or not self._incoming:
             return False
-        recv, (nbytes, address) = self._recvs[0], self._incoming[0]
+        recv, (nbytes, address, blocks) = self._recvs[0], self._incoming[0]
         self._match(nbytes, recv)
         part = min(READ_NBYTES, nbytes - recv.moved)
-        if part:
-            try:
-                self.reader.read(self.pid, address + recv.moved, into=recv.address + recv.moved, nbytes=part)
-            except OSError as error:
-                raise Lost(str(error)) from error
+        recv.touched = True
+        try:
+            if self._offered is None:
+                self._offered = read_table(self.pid, address, blocks=blocks, nbytes=nbytes)
+            self.reader.read(self.pid, self._offered, into=recv.runs, at=recv.moved, nbytes=part)
+        except (OSError, ValueError) as error:
+            raise Lost(str(error)) from error
         self._arrived(recv, part)
         if recv.moved == nbytes:
+            self._offered = None
             self._incoming.popleft()
         return True
 
     def _empty(self) -> bool:
         if not self._recvs or not self._incoming:
             return False
-        recv, (chunk, nbytes) = self._recvs[0], self._incoming[0]
+        recv, (chunk, nbytes, _) = self._recvs[0], self._incoming[0]
         self._match(nbytes, recv)
         if self._theirs is None or chunk > recv.nbytes - recv.moved:
             raise Lost("its records make no sense")
-        self._theirs.read(recv.address + recv.moved, chunk)
+        recv.touched = True
+        self._theirs.read(recv.runs, at=recv.moved, nbytes=chunk)
         self._incoming.popleft()
         self._say(Tag.FREED)
         self._arrived(recv, chunk)
@@ -211,7 +183,7 @@ class Link:
         if nbytes != recv.nbytes:
             self._say(Tag.MISMATCH, nbytes, recv.nbytes)
             self.flush()
-            raise Lost(_mismatch(self.peer, nbytes, self.process, recv.nbytes))
+            raise Lost(mismatch(self.peer, nbytes, self.process, recv.nbytes))
 
     def _arrived(self, recv: Operation, nbytes: int) -> None:
         recv.moved += nbytes
@@ -219,8 +191,8 @@ class Link:
             self._say(Tag.DONE)
             self._handed.append((len(self._out), self._recvs.popleft()))
 
-    def _say(self, tag: Tag, one: int = 0, other: int = 0) -> None:
-        self._out += _RECORD.pack(tag, one, other)
+    def _say(self, tag: Tag, one: int = 0, other: int = 0, third: int = 0) -> None:
+        self._out += _RECORD.pack(tag, one, other, third)
 
     def flush(self) -> None:
         """Put what was said on the socket, as far as it takes it. `Lost` if nobody is there."""
@@ -245,7 +217,7 @@ class Link:
 
     def _full(self, is_full: bool) -> None:
         self._is_full = is_full
-        self.wants_room(self, is_full)
+        self.listen(self, EPOLLIN | (EPOLLOUT if is_full else 0))
 
     def hear(self) -> None:
         """Take what the peer says. `Lost` when it has left."""
@@ -268,12 +240,12 @@ class Link:
         whole = len(self._heard) // _RECORD.size * _RECORD.size
         records = bytes(self._heard[:whole])
         del self._heard[:whole]
-        for tag, one, other in _RECORD.iter_unpack(records):
-            self._obey(tag, one, other)
+        for tag, one, other, third in _RECORD.iter_unpack(records):
+            self._obey(tag, one, other, third)
 
-    def _obey(self, tag: int, one: int, other: int) -> None:
+    def _obey(self, tag: int, one: int, other: int, third: int) -> None:
         if tag == Tag.OFFER or tag == Tag.CHUNK:
-            self._incoming.append((one, other))
+            self._incoming.append((one, other, third))
         elif tag == Tag.FREED and self._free < SLOTS:
             self._free += 1
         elif tag == Tag.DONE and self._sent:
@@ -281,7 +253,7 @@ class Link:
         elif tag == Tag.RING and self._fds and self._theirs is None:
             self._theirs = Ring.of(self._fds.popleft())
         elif tag == Tag.MISMATCH:
-            raise Lost(_mismatch(self.process, one, self.peer, other))
+            raise Lost(mismatch(self.process, one, self.peer, other))
         else:
             raise Lost(f"its records make no sense (tag {tag})")
 
@@ -300,6 +272,7 @@ class Link:
             operation.end(error)
 
 
-def _mismatch(sender: int, nbytes: int, receiver: int, found: int) -> str:
+def mismatch(sender: int, nbytes: int, receiver: int, found: int) -> str:
+    """What a message says that has another length than its receive."""
     here = f"process {sender} sends {nbytes} bytes where process {receiver} receives {found}"
     return f"{here}: the two run different programs"

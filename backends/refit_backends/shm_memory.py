@@ -14,14 +14,19 @@ import os
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Final
 
+import numpy as np
 from attrs import define, field
 
 from refit_sdk.fabric import FabricError
+from refit_sdk.runs import Runs
 
 SLOTS: Final = 4
 SLOT_NBYTES: Final = 1 << 20
 RING_NBYTES: Final = SLOTS * SLOT_NBYTES
 """Bytes of shared memory for each directed pair that can't read its peer, made at the first message."""
+
+_MOST_SPANS: Final = 1024
+"""Runs that the kernel takes in one call."""
 
 SPLIT_NBYTES: Final = 2 << 20
 """Bytes from which on a peer's memory is read by two threads."""
@@ -101,13 +106,13 @@ class Ring:
             os.close(fd)
         return cls(mapped, ctypes.c_char.from_buffer(mapped))
 
-    def write(self, address: int, nbytes: int) -> None:
-        """Copy from an address of this process into the next slot."""
-        ctypes.memmove(self._next(), address, nbytes)
+    def write(self, runs: Runs, *, at: int, nbytes: int) -> None:
+        """Copy from runs of this process into the next slot."""
+        runs.gather(at, into=self._next(), nbytes=nbytes)
 
-    def read(self, address: int, nbytes: int) -> None:
-        """Copy from the next slot to an address of this process."""
-        ctypes.memmove(address, self._next(), nbytes)
+    def read(self, runs: Runs, *, at: int, nbytes: int) -> None:
+        """Copy from the next slot to runs of this process."""
+        runs.scatter(at, out_of=self._next(), nbytes=nbytes)
 
     def _next(self) -> int:
         assert self._first is not None
@@ -120,29 +125,56 @@ class Ring:
         self._map.close()
 
 
-class _Span(ctypes.Structure):
-    """What the C library calls an iovec."""
+def at_address(address: int, nbytes: int) -> Runs:
+    """One run."""
+    return Runs(np.array([[address, 1, 0, nbytes]], np.int64))
 
-    _fields_ = (("base", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
 
+def read_peer(pid: int, theirs: Runs, *, into: Runs, at: int, nbytes: int) -> None:
+    """Copy the stretch `at:at + nbytes` of another process's runs to the same of this one's.
 
-def read_peer(pid: int, address: int, *, into: int, nbytes: int) -> None:
-    """Copy from another process's memory to an address of this one. `OSError` if the kernel refuses or it isn't there.
+    `OSError` if the kernel refuses or they aren't there.
 
     >>> there, here = ctypes.create_string_buffer(b"abc"), ctypes.create_string_buffer(4)
-    >>> read_peer(os.getpid(), ctypes.addressof(there), into=ctypes.addressof(here), nbytes=3)
-    >>> here.value
-    b'abc'
+    >>> theirs, ours = at_address(ctypes.addressof(there), 3), at_address(ctypes.addressof(here), 3)
+    >>> read_peer(os.getpid(), theirs, into=ours, at=1, nbytes=2)
+    >>> here.raw
+    b'\\x00bc\\x00'
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    ours, theirs = _Span(into, nbytes), _Span(address, nbytes)
-    call = libc.process_vm_readv
+    call = ctypes.CDLL(None, use_errno=True).process_vm_readv
     call.restype = ctypes.c_ssize_t
     call.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong)
-    found = call(pid, ctypes.byref(ours), 1, ctypes.byref(theirs), 1, 0)
-    if found != nbytes:
-        number = ctypes.get_errno() if found < 0 else errno.EFAULT
-        raise OSError(number, f"read {max(found, 0)} of {nbytes} bytes of process id {pid}: {os.strerror(number)}")
+    while nbytes:
+        room = into.spans(at, most=_MOST_SPANS, most_nbytes=nbytes)
+        remote = theirs.spans(at, most=_MOST_SPANS, most_nbytes=int(room[:, 1].sum()))
+        part = int(remote[:, 1].sum())
+        local = into.spans(at, most=_MOST_SPANS, most_nbytes=part)
+        found = call(pid, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0)
+        if found != part:
+            number = ctypes.get_errno() if found < 0 else errno.EFAULT
+            raise OSError(number, f"read {max(found, 0)} of {part} bytes of process id {pid}: {os.strerror(number)}")
+        at, nbytes = at + part, nbytes - part
+
+
+def read_table(pid: int, address: int, *, blocks: int, nbytes: int) -> Runs:
+    """What a peer offers: the runs in a table of its memory, or one run if it has no blocks. `ValueError` unless they
+    are of so many bytes.
+
+    >>> runs = at_address(4096, 10)
+    >>> read_table(os.getpid(), runs.blocks.ctypes.data, blocks=1, nbytes=10).spans(0, most=9, most_nbytes=99).tolist()
+    [[4096, 10]]
+    """
+    if not blocks:
+        return at_address(address, nbytes)
+    if blocks > nbytes:
+        raise ValueError(f"{blocks} blocks were offered for {nbytes} bytes")
+    table = np.empty((blocks, 4), np.int64)
+    whole = at_address(table.ctypes.data, table.nbytes)
+    read_peer(pid, at_address(address, table.nbytes), into=whole, at=0, nbytes=table.nbytes)
+    count, length = table[:, 1], table[:, 3]
+    if ((count < 1) | (length < 1) | (count > nbytes) | (length > nbytes)).any() or Runs(table).nbytes != nbytes:
+        raise ValueError(f"the runs that were offered aren't of {nbytes} bytes")
+    return Runs(table)
 
 
 class Reader:
@@ -150,8 +182,9 @@ class Reader:
     can't do at the speed of memory, and the sender's processor has nothing to do meanwhile.
 
     >>> reader, there, here = Reader(), ctypes.create_string_buffer(b"x" * SPLIT_NBYTES), bytearray(SPLIT_NBYTES)
-    >>> into = ctypes.addressof(ctypes.c_char.from_buffer(here))
-    >>> reader.read(os.getpid(), ctypes.addressof(there), into=into, nbytes=SPLIT_NBYTES)
+    >>> into = at_address(ctypes.addressof(ctypes.c_char.from_buffer(here)), SPLIT_NBYTES)
+    >>> theirs = at_address(ctypes.addressof(there), SPLIT_NBYTES)
+    >>> reader.read(os.getpid(), theirs, into=into, at=0, nbytes=SPLIT_NBYTES)
     >>> here == b"x" * SPLIT_NBYTES
     True
     >>> reader.close()
@@ -160,17 +193,17 @@ class Reader:
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
 
-    def read(self, pid: int, address: int, *, into: int, nbytes: int) -> None:
+    def read(self, pid: int, theirs: Runs, *, into: Runs, at: int, nbytes: int) -> None:
         """As `read_peer`. When it returns or raises, neither thread writes any more."""
         if nbytes < SPLIT_NBYTES:
-            read_peer(pid, address, into=into, nbytes=nbytes)
+            read_peer(pid, theirs, into=into, at=at, nbytes=nbytes)
             return
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="refit-shm-read")
         half = nbytes // 2
-        other = self._pool.submit(read_peer, pid, address + half, into=into + half, nbytes=nbytes - half)
+        other = self._pool.submit(read_peer, pid, theirs, into=into, at=at + half, nbytes=nbytes - half)
         try:
-            read_peer(pid, address, into=into, nbytes=half)
+            read_peer(pid, theirs, into=into, at=at, nbytes=half)
         finally:
             wait([other])
         other.result()
@@ -190,7 +223,8 @@ def can_read(pid: int, address: int, expected: bytes) -> bool:
     """
     found = ctypes.create_string_buffer(len(expected))
     try:
-        read_peer(pid, address, into=ctypes.addressof(found), nbytes=len(expected))
+        into = at_address(ctypes.addressof(found), len(expected))
+        read_peer(pid, at_address(address, len(expected)), into=into, at=0, nbytes=len(expected))
     except (OSError, AttributeError):
         return False  # an old C library has no such call
     return found.raw == expected

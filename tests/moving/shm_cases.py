@@ -18,14 +18,6 @@ from refit_sdk.fabric import FabricError, Group, Work
 SIZES = (1, 70_001, 5_000_003, 17)
 """Bytes of the messages of a turn; one takes several slots."""
 
-SMALL = (1, 7_001, 17)
-"""The same where gloo is in it, which doesn't notice a peer that dies in the middle of a large message."""
-
-
-def sizes_of(name: str) -> tuple[int, ...]:
-    """The messages of a turn over a fabric."""
-    return SMALL if name == "two hosts" else SIZES
-
 
 def fabric_of(name: str, process: int) -> Any:
     """A fabric by name; `two hosts` are told by the process's number."""
@@ -78,7 +70,7 @@ def exchanges_until_one_dies(process: int, port: int, pipe: Connection) -> None:
         group = fabric_of(name, process).connect(group="g", members=range(3), process=process, store=table, timeout=3)
         pipe.send("connected")
         while True:
-            exchange(group, process, sizes_of(name), 30)
+            exchange(group, process, SIZES, 30)
     except FabricError as error:
         peer = error.peer
     if group is not None:
@@ -95,7 +87,7 @@ def twenty_cycles(process: int, port: int, pipe: Connection) -> None:
         group = fabric_of(name, process).connect(
             group=f"c{cycle}", members=range(3), process=process, store=table, timeout=20
         )
-        exchange(group, process, sizes_of(name), 20)
+        exchange(group, process, SIZES, 20)
         pipe.send("done")
         pipe.recv()
         group.close()

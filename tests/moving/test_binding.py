@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from moving_support import fragment, truth
 
-from refit_sdk.binding import Bound, bind, cover
+from refit_sdk.binding import Bound, Carried, bind, cover
 from refit_sdk.box import Box
 from refit_sdk.errors import LayoutError
 from refit_sdk.program import Message, Piece, Program, Window
 from refit_sdk.views import Views
 
-CPU = frozenset({"cpu"})
+CPU = Carried()
 
 
 def boxes(ndim: int, extent: int = 6) -> st.SearchStrategy[Box]:
@@ -95,7 +95,7 @@ def test_anything_else_is_packed(view: torch.Tensor, piece: Piece) -> None:
 def test_memory_that_the_fabric_does_not_reach_is_packed() -> None:
     program = Program(0, (Window(0, sends=(Message(1, "e", (Piece("w", Box.whole((4,)), "int8"),)),)),))
     views = Views([fragment("w", (4,), Box.whole((4,)), torch.zeros(4, dtype=torch.int8))])
-    bound = bind(program, sources=views, targets=None, carried=frozenset({"cuda"}))
+    bound = bind(program, sources=views, targets=None, carried=Carried(devices=frozenset({"cuda"})))
     assert not bound.windows[0].sends[0].live
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from moving_support import HandClock, Table, connect, threads
@@ -13,8 +16,13 @@ from refit_backends.gloo import GlooFabric
 from refit_backends.inproc import InprocFabric
 from refit_backends.mixed import MixedFabric
 from refit_backends.shm import ShmFabric
+from refit_backends.tcp import GREETING, NONCE_NBYTES, TcpFabric, Word
 
 from refit_sdk.fabric import Fabric, FabricError, Group
+from refit_sdk.runs import Runs
+
+LARGE = torch.ones(32 << 20, dtype=torch.uint8)
+"""More than a kernel keeps for a receive that isn't there yet."""
 
 LONG = 3600.0
 """Seconds that no test waits: `threads` fails long before."""
@@ -33,13 +41,25 @@ class TwoHosts:
         return MixedFabric(shm=ShmFabric(host=f"h{process % 2}")).connect(process=process, **about)
 
 
+class TwoHostsByGloo(TwoHosts):
+    """The same with gloo between hosts."""
+
+    name = "two hosts, gloo"
+
+    def connect(self, *, process: int, **about: Any) -> Group:
+        fabric = MixedFabric(far=GlooFabric(), shm=ShmFabric(host=f"h{process % 2}"))
+        return fabric.connect(process=process, **about)
+
+
 FABRICS: dict[str, Callable[[], Fabric]] = {
     "inproc": InprocFabric,
     "gloo": GlooFabric,
+    "tcp": TcpFabric,
     "shm": ShmFabric,
     "shm, two copies": lambda: ShmFabric(one_copy=False),
     "mixed": MixedFabric,
     "two hosts": TwoHosts,
+    "two hosts, gloo": TwoHostsByGloo,
 }
 
 
@@ -99,10 +119,17 @@ def test_another_length_is_an_error_and_writes_nothing_beyond(fabric: Fabric, si
     buffer = torch.zeros(12, dtype=torch.uint8)
     recv = ends[1].recv(buffer[:2], peer=0)
     send = ends[0].send(torch.ones(size, dtype=torch.uint8), peer=1)
-    for work in (recv, send):
-        with pytest.raises(FabricError):
-            work.wait(0.2)
+    with pytest.raises(FabricError):
+        recv.wait(0.2)
+    with pytest.raises(FabricError):
+        told_at_last(ends[0], send)
     assert not buffer.any()
+
+
+def told_at_last(end: Group, send: Any) -> None:
+    """Over TCP a send may have ended when its receiver finds fault with it; then the next operation is told."""
+    send.wait(0.2)
+    end.recv(numbers(0), peer=1).wait(0.2)
 
 
 def test_a_member_that_does_not_come_is_named(fabric: Fabric) -> None:
@@ -123,7 +150,7 @@ def test_a_group_of_one_needs_no_peer(fabric: Fabric) -> None:
 
 def test_abort_ends_what_is_pending_at_once_and_says_why(fabric: Fabric) -> None:
     ends = connect(fabric, 3)
-    pending = [ends[0].recv(numbers(0), peer=peer) for peer in (1, 2)] + [ends[0].send(numbers(1), peer=2)]
+    pending = [ends[0].recv(numbers(0), peer=peer) for peer in (1, 2)] + [ends[0].send(LARGE, peer=2)]
     begun = threading.Event()
 
     def wait_for(work: Any) -> str:
@@ -241,9 +268,13 @@ def test_inproc_refuses_another_process() -> None:
         InprocFabric().connect(group="g", members=[0, 1], process=1, store=table, timeout=1)
 
 
+PLACED = pytest.mark.parametrize("placed", [GlooFabric, TcpFabric], ids=lambda fabric: fabric.name)
+
+
+@PLACED
 @pytest.mark.parametrize("where", [{"host": "::1"}, {"host": "localhost"}, {"interface": "lo"}], ids=str)
-def test_gloo_listens_where_it_is_told(where: dict[str, str]) -> None:
-    ends = connect(GlooFabric(**where), 2)
+def test_listens_where_it_is_told(placed: Any, where: dict[str, str]) -> None:
+    ends = connect(placed(**where), 2)
     received = numbers(0)
     recv = ends[1].recv(received, peer=0)
     ends[0].send(numbers(5), peer=1).wait(5)
@@ -251,29 +282,105 @@ def test_gloo_listens_where_it_is_told(where: dict[str, str]) -> None:
     assert received.tolist() == [5]
 
 
+@PLACED
 @pytest.mark.parametrize("where", [{"host": "192.0.2.1"}, {"interface": "nosuch0"}], ids=str)
-def test_gloo_says_where_it_cannot_listen(where: dict[str, str]) -> None:
+def test_says_where_it_cannot_listen(placed: Any, where: dict[str, str]) -> None:
     (place,) = where.values()
     with pytest.raises(FabricError, match=rf"can't listen on .*{place}.*give host="):
-        GlooFabric(**where).connect(group="g", members=[0, 1], process=0, store=Table(), timeout=1)
+        placed(**where).connect(group="g", members=[0, 1], process=0, store=Table(), timeout=1)
 
 
-def test_gloo_takes_one_of_host_and_interface() -> None:
+@PLACED
+def test_takes_one_of_host_and_interface(placed: Any) -> None:
     with pytest.raises(FabricError, match="give one of them"):
-        GlooFabric(host="::1", interface="lo")
+        placed(host="::1", interface="lo")
 
 
-def test_gloo_tells_all_addresses_when_it_cannot_connect() -> None:
+@PLACED
+def test_tells_all_addresses_when_it_cannot_connect(placed: Any) -> None:
     table = Table()
-    fabrics = (GlooFabric(host="127.0.0.1"), GlooFabric(host="::1"))
+    fabrics = (placed(host="127.0.0.1"), placed(host="::1"))
     results = threads(2, lambda i: fabrics[i].connect(group="g", members=[0, 1], process=i, store=table, timeout=1))
     errors = [str(result) for result in results if isinstance(result, FabricError)]
-    assert errors
-    assert all("0 at 127.0.0.1, 1 at ::1" in error for error in errors)
+    assert any("0 at 127.0.0.1, 1 at ::1" in error for error in errors)
+    assert all("1 at ::1" in error or "did not connect to process 0 at 127.0.0.1" in error for error in errors)
 
 
-def test_gloo_carries_more_than_two_gib() -> None:
-    ends = connect(GlooFabric(), 2)
+def scattered(seed: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Views of storage that has more than them, of every kind of run, and the storage."""
+    chance = torch.Generator().manual_seed(seed)
+    shapes = ((300, 4100), (7, 3, 50, 70), (1 << 20,), (2000, 2000), (5,))
+    storage = [torch.randint(0, 256, shape, dtype=torch.uint8, generator=chance) for shape in shapes]
+    return storage, scattered_like(storage)
+
+
+@pytest.mark.parametrize("fabric", ["tcp", "shm", "shm, two copies", "two hosts"], indirect=True)
+def test_runs_are_gathered_and_scattered_and_nothing_beside_them_is_written(fabric: Fabric) -> None:
+    ends = connect(fabric, 2)
+    _, sent = scattered(1)
+    storage, views = scattered(2)
+    expected = [each.clone() for each in storage]
+    for view, new in zip(scattered_like(expected), sent, strict=True):
+        view.copy_(new)
+    recvs = [ends[1].recv(Runs.of(views[:3]), peer=0), ends[1].recv(Runs.of(views[3:]), peer=0)]
+    sends = [ends[0].send(Runs.of(sent[:3]), peer=1), ends[0].send(Runs.of(sent[3:]), peer=1)]
+    assert [work.wait(30) for work in recvs] == [work.wait(30) for work in sends]
+    for found, right in zip(storage, expected, strict=True):
+        assert torch.equal(found, right)
+
+
+@pytest.mark.parametrize("fabric", ["tcp", "shm", "shm, two copies", "two hosts"], indirect=True)
+def test_runs_meet_a_buffer(fabric: Fabric) -> None:
+    ends = connect(fabric, 2)
+    _, sent = scattered(1)
+    whole = torch.cat([view.reshape(-1) for view in sent])
+    into = torch.zeros_like(whole)
+    recv = ends[1].recv(into, peer=0)
+    assert ends[0].send(Runs.of(sent), peer=1).wait(30) == recv.wait(30) == whole.numel()
+    assert torch.equal(into, whole)
+
+
+def scattered_like(storage: list[torch.Tensor]) -> list[torch.Tensor]:
+    a, b, c, d, e = storage
+    return [a[:, 3:4099], b[1:6, :, 2:49:3, 5:69], c[17:-3], d[:1999].t(), e[2:3]]
+
+
+def test_a_stranger_who_dials_is_hung_up_on() -> None:
+    table, stranger = Table(), threading.Event()
+
+    def work(index: int) -> Any:
+        if index == 2:
+            word = msgspec.json.decode(table.get("g/tcp/here/0", timeout=10), type=Word)
+            with socket.create_connection((word.host, word.port)) as made:
+                made.sendall(GREETING.pack(b"x" * NONCE_NBYTES, 1))
+                stranger.set()
+                return made.recv(1)
+        if index == 1:
+            assert stranger.wait(10)
+        return TcpFabric().connect(group="g", members=[0, 1], process=index, store=table, timeout=20)
+
+    first, second, said = threads(3, work)
+    assert said == b""
+    received = numbers(0)
+    recv = second.recv(received, peer=0)
+    first.send(numbers(3), peer=1).wait(5)
+    assert recv.wait(5) == 1
+
+
+def test_bytes_that_nobody_wants_yet_cost_no_processor_time() -> None:
+    ends = connect(TcpFabric(), 2)
+    ends[0].send(torch.ones(1000, dtype=torch.uint8), peer=1).wait(5)
+    used = time.process_time()
+    pending = ends[1].send(numbers(1), peer=0)
+    with pytest.raises(FabricError):
+        ends[0].recv(numbers(0, 0, 0), peer=1).wait(1.0)
+    assert pending.wait(5) == 1
+    assert time.process_time() - used < 0.3
+
+
+@pytest.mark.parametrize("wide", [GlooFabric, TcpFabric], ids=lambda fabric: fabric.name)
+def test_carries_more_than_two_gib(wide: Any) -> None:
+    ends = connect(wide(), 2)
     nbytes = (2 << 30) + 5
     sent = torch.zeros(nbytes, dtype=torch.uint8)
     sent[-5:] = numbers(1, 2, 3, 4, 5)
@@ -283,3 +390,15 @@ def test_gloo_carries_more_than_two_gib() -> None:
     assert recv.wait(60) == send.wait(60) == nbytes
     assert received[-6:].tolist() == [0, 1, 2, 3, 4, 5]
     assert not received[:-5:4099].any()
+
+
+@pytest.mark.parametrize("fabric", ["tcp", "shm", "shm, two copies", "two hosts"], indirect=True)
+def test_a_receive_knows_whether_its_buffer_may_have_been_written(fabric: Fabric) -> None:
+    ends = connect(fabric, 2)
+    arrived, pending = ends[0].recv(numbers(0), peer=1), ends[0].recv(numbers(0), peer=1)
+    ends[1].send(numbers(1), peer=0).wait(5)
+    assert arrived.wait(5) == 1
+    ends[0].abort("stop")
+    with pytest.raises(FabricError):
+        pending.wait(5)
+    assert (arrived.touched, pending.touched) == (True, False)  # type: ignore[attr-defined]

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
+from select import EPOLLOUT
 from typing import Any
 
 import msgspec
@@ -21,12 +22,14 @@ import pytest
 import shm_cases
 import torch
 from moving_support import Table, connect, heard, started, threads
+from refit_backends.links import Lost, Operation
 from refit_backends.shm import ONE_COPY, TWO_COPIES, ShmFabric
-from refit_backends.shm_link import _RECORD, Link, Lost, Operation, Tag
+from refit_backends.shm_link import _RECORD, ShmLink, Tag
 from refit_backends.shm_meeting import _GREETING, NONCE_NBYTES, Word
 from refit_backends.shm_memory import Reader
 
 from refit_sdk.fabric import FabricError
+from refit_sdk.runs import Runs
 
 
 def left_by(pids: list[int]) -> list[str]:
@@ -196,19 +199,21 @@ def test_an_abort_in_the_middle_of_a_message_ends_it_and_writes_no_more() -> Non
 
 
 @contextmanager
-def link(*, readable: bool = True) -> Iterator[tuple[Link, socket.socket, list[bool]]]:
+def link(*, readable: bool = True) -> Iterator[tuple[ShmLink, socket.socket, list[bool]]]:
     """A link, the other end of its socket, and what it said of its room."""
     here, there = socket.socketpair()
     here.setblocking(False)
     said: list[bool] = []
-    made = Link(1, 0, here, 0, readable, True, None, Reader(), lambda _, wants: said.append(wants))
+    made = ShmLink(
+        1, 0, here, 0, readable, True, None, Reader(), lambda _, events: said.append(bool(events & EPOLLOUT))
+    )
     with there:
         yield made, there, said
     made.end(FabricError("the test is over"))
 
 
 def operation(kind: Any, buffer: torch.Tensor) -> Operation:
-    return Operation(kind, 0, buffer, lambda *_: None)
+    return Operation(kind, 0, Runs.of([buffer]), lambda *_: None)
 
 
 def test_bytes_of_a_sender_that_has_left_are_never_taken_for_good_ones() -> None:
@@ -218,7 +223,7 @@ def test_bytes_of_a_sender_that_has_left_are_never_taken_for_good_ones() -> None
         source, into = torch.ones(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
         recv = operation("recv", into)
         made.post(recv)
-        there.sendall(_RECORD.pack(Tag.OFFER, 8, source.data_ptr()))
+        there.sendall(_RECORD.pack(Tag.OFFER, 8, source.data_ptr(), 0))
         made.hear()
         there.close()
         with pytest.raises(Lost):
@@ -250,10 +255,10 @@ def test_a_full_socket_is_waited_for_and_nothing_is_lost() -> None:
 @pytest.mark.parametrize(
     "said",
     [
-        _RECORD.pack(99, 0, 0),
-        _RECORD.pack(Tag.DONE, 0, 0),
-        _RECORD.pack(Tag.FREED, 0, 0),
-        _RECORD.pack(Tag.RING, 0, 0),
+        _RECORD.pack(99, 0, 0, 0),
+        _RECORD.pack(Tag.DONE, 0, 0, 0),
+        _RECORD.pack(Tag.FREED, 0, 0, 0),
+        _RECORD.pack(Tag.RING, 0, 0, 0),
     ],
     ids=["an unknown tag", "nothing was sent", "every slot is free", "no descriptor came"],
 )
@@ -268,7 +273,7 @@ def test_a_chunk_larger_than_its_receive_writes_nothing() -> None:
     with link(readable=False) as (made, there, _):
         into = torch.zeros(4, dtype=torch.uint8)
         made.post(operation("recv", into[:2]))
-        there.sendall(_RECORD.pack(Tag.CHUNK, 4, 2))
+        there.sendall(_RECORD.pack(Tag.CHUNK, 4, 2, 0))
         made.hear()
         with pytest.raises(Lost, match="no sense"):
             made.step()

@@ -21,7 +21,7 @@ ROOMS = {
     "geometry": "errors dtypes box tensor mesh placement layout",
     "planning": "asked settings topology world aliases families transport program overlap pieces coverage cuts balance "
     "moves windows summary cost routes plan",
-    "moving": "adapter packing fused fabric executor binding bits device narrowing",
+    "moving": "adapter packing fused runs fabric executor binding bits device narrowing",
     "files": "checkpoint tensor_parallel exporting staging",
     "protocol": "fold views manifest messages control membership agreement states push verify report seat participant "
     "coordinator hub raising mover gathering rounds table outcome",

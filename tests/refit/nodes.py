@@ -23,6 +23,7 @@ from ranks import PATIENCE, Process, Rank, running, start
 from refit_backends.gloo import GlooFabric
 from refit_backends.mixed import MixedFabric
 from refit_backends.shm import ShmFabric
+from refit_backends.tcp import TcpFabric
 
 from refit_sdk.box import Box
 from refit_sdk.controller import RefitController
@@ -129,6 +130,7 @@ def fabric_of(name: str, *, host: str) -> Any:
     stated = host or None
     made = {
         "gloo": GlooFabric,
+        "tcp": TcpFabric,
         "shm": lambda: ShmFabric(host=stated),
         "two copies": lambda: ShmFabric(host=stated, one_copy=False),
         "mixed": lambda: MixedFabric(shm=ShmFabric(host=stated)),

@@ -249,9 +249,10 @@ def test_a_finite_value_that_overflows_fails_the_push(ranks: Crew) -> None:
         assert f"{NAME}: a finite value of float32 became infinite as bfloat16" in each[1].text
         assert "source[0]" in each[1].text
         assert "keep it wider" in each[1].text
+    written = any(each[1].faults for each in found[2:])  # by the other source, before it heard of this
     for each in found[2:]:
         assert each[0].faults == each[2].faults == ()
-        assert each[1].engines["rollout-0"] == ("torn" if each[1].faults else "untouched")
+        assert each[1].engines["rollout-0"] == ("torn" if written else "untouched")
 
 
 def huge_of(version: int, push: Push) -> Push:

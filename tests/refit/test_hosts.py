@@ -42,9 +42,9 @@ def linked(crew: Cast) -> dict[tuple[str, str], str]:
 PAIRS = [(source, target) for source in ("source[0]", "source[1]") for target in ("a[0]", "a[1]", "b[0]")]
 
 
-@pytest.mark.parametrize("fabric", ["gloo", "shm", "two copies", "mixed"])
+@pytest.mark.parametrize("fabric", ["gloo", "tcp", "shm", "two copies", "mixed"])
 def test_links_say_what_serves_them(fabric: str) -> None:
-    expected = {"gloo": {"staged"}, "two copies": {"shm"}}.get(fabric, {"shm (one copy)", "shm"})
+    expected = {"gloo": {"staged"}, "tcp": {"tcp"}, "two copies": {"shm"}}.get(fabric, {"shm (one copy)", "shm"})
     with cast(places(fabric, {})) as crew:
         found = linked(crew)
         assert sorted(found) == sorted(PAIRS)
@@ -52,10 +52,10 @@ def test_links_say_what_serves_them(fabric: str) -> None:
         assert {told.content for name, told in crew.push(1).items() if "source" not in name} == {"1"}
 
 
-def test_two_hosts_have_shared_memory_inside_and_gloo_between() -> None:
+def test_two_hosts_have_shared_memory_inside_and_tcp_between() -> None:
     with cast(places("mixed", HOSTS)) as crew:
         for (src, dst), by in linked(crew).items():
-            assert by.startswith("shm") if HOSTS[src] == HOSTS[dst] else by == "gloo", (src, dst)
+            assert by.startswith("shm") if HOSTS[src] == HOSTS[dst] else by == "tcp", (src, dst)
         for version in (1, 2):
             heard = crew.push(version)
             assert {told.content for name, told in heard.items() if "source" not in name} == {str(version)}
@@ -69,8 +69,8 @@ def hear(crew: Cast, names: list[str]) -> dict[str, Told]:
 @pytest.mark.parametrize("victim", ["source[1]", "a[1]"])
 @pytest.mark.parametrize(
     ("fabric", "hosts"),
-    [("shm", {}), ("two copies", {}), ("mixed", HOSTS)],
-    ids=["one copy", "two copies", "two hosts"],
+    [("shm", {}), ("two copies", {}), ("tcp", {}), ("mixed", HOSTS)],
+    ids=["one copy", "two copies", "tcp", "two hosts"],
 )
 def test_a_rank_that_is_lost_while_it_moves_is_named_and_the_rest_is_true(
     fabric: str, hosts: dict[str, str], victim: str, how: str

@@ -12,6 +12,7 @@ from crew import Crew, Job, crew
 from judge import VALUES
 from models import Held, Model, Ranks, beside, local, spread
 from ranks import Rank, free_rendezvous
+from refit_backends.gloo import GlooFabric
 from refit_backends.mixed import MixedFabric
 from refit_backends.shm import ShmFabric
 
@@ -387,11 +388,13 @@ CASES = [each for group in GROUPS for each in group()]
 
 FABRICS: dict[str, Callable[[int], Any]] = {
     "gloo": lambda process: "gloo",
+    "tcp": lambda process: "tcp",
     "shm": lambda process: "shm",
     "two copies": lambda process: ShmFabric(one_copy=False),
     "two hosts": lambda process: MixedFabric(shm=ShmFabric(host=f"h{process % 2}")),
+    "two hosts by gloo": lambda process: MixedFabric(far=GlooFabric(), shm=ShmFabric(host=f"h{process % 2}")),
 }
-"""Fabrics other than the default, by process. `two hosts` has shared memory and gloo in one group."""
+"""Fabrics other than the default, by process. `two hosts` has shared memory and TCP in one group."""
 
 
 @pytest.fixture(scope="module")
