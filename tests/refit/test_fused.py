@@ -1,4 +1,4 @@
-"""Fused and odd storage, declared by the helpers, between real processes over gloo: bit-exact twice, padding kept."""
+"""Fused and odd storage, declared by the helpers, between real processes: bit-exact twice, padding kept."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 import torch_fill
 from attrs import define, field
 from crew import Crew, Job, crew
+from fabrics import FABRICS
 from fused_cases import CASES, Case, Side
 from ranks import Rank, free_rendezvous
 
@@ -91,11 +92,13 @@ def _whole(case: Case, version: int) -> dict[str, Any]:
     }
 
 
-def take_part(_: Rank, name: str, engine: int | None, rank: int, where: str) -> None:
-    """One rank: two pushes, each of them judged."""
+def take_part(_: Rank, name: str, engine: int | None, rank: int, where: str, by: tuple[str, int]) -> None:
+    """One rank: two pushes, each of them judged. `by` is the name of one of `FABRICS`, or '', and the process."""
     case = CASES[name]
     model = Fused(case, case.source if engine is None else case.engines[engine], rank)
     common: dict[str, Any] = {"rendezvous": where, "deadline": 20, "rank": rank, "size": model.side.size}
+    if by[0]:
+        common["fabric"] = FABRICS[by[0]](by[1])
     if engine is None:
         common |= {"engines": len(case.engines), "settings": case.settings}
         with RefitSession.source(model, **common) as session:
@@ -117,13 +120,26 @@ def ranks() -> Iterator[Crew]:
         yield made
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_bit_exact_twice(ranks: Crew, name: str) -> None:
+def play(ranks: Crew, name: str, fabric: str) -> None:
+    """All ranks of a case, each a process."""
     case, where = CASES[name], free_rendezvous()
     seats = [(None, rank) for rank in range(case.source.size)]
     seats += [(number, rank) for number, side in enumerate(case.engines) for rank in range(side.size)]  # type: ignore[misc]
-    jobs: list[Job] = [(take_part, (name, engine, rank, where)) for engine, rank in seats]
+    jobs: list[Job] = [
+        (take_part, (name, engine, rank, where, (fabric, process))) for process, (engine, rank) in enumerate(seats)
+    ]
     ranks.results(jobs)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bit_exact_twice(ranks: Crew, name: str) -> None:
+    play(ranks, name, "")
+
+
+@pytest.mark.parametrize("fabric", FABRICS)
+@pytest.mark.parametrize("name", CASES)
+def test_bit_exact_twice_over(ranks: Crew, name: str, fabric: str) -> None:
+    play(ranks, name, fabric)
 
 
 def test_there_are_cases_of_every_kind() -> None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 from attrs import field, frozen
 from crew import Crew, Job, crew
+from fabrics import FABRICS
 from judge import VALUES
 from models import Held, Model, Ranks, beside, local, spread
 from ranks import Rank, free_rendezvous
-from refit_backends.gloo import GlooFabric
-from refit_backends.mixed import MixedFabric
-from refit_backends.shm import ShmFabric
 
 from refit_sdk.box import Box
 from refit_sdk.dtypes import ITEMSIZE
@@ -384,17 +382,6 @@ GROUPS = (
     padding, windows,
 )  # fmt: skip
 CASES = [each for group in GROUPS for each in group()]
-
-
-FABRICS: dict[str, Callable[[int], Any]] = {
-    "gloo": lambda process: "gloo",
-    "tcp": lambda process: "tcp",
-    "shm": lambda process: "shm",
-    "two copies": lambda process: ShmFabric(one_copy=False),
-    "two hosts": lambda process: MixedFabric(shm=ShmFabric(host=f"h{process % 2}")),
-    "two hosts by gloo": lambda process: MixedFabric(far=GlooFabric(), shm=ShmFabric(host=f"h{process % 2}")),
-}
-"""Fabrics other than the default, by process. `two hosts` has shared memory and TCP in one group."""
 
 
 @pytest.fixture(scope="module")
