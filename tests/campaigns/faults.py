@@ -1,6 +1,7 @@
 """Random sequences of pushes, kills, stops, returns and reforms on real processes; what is said of them must be true.
 
-1. An episode: a controller, two sources that both hold everything, the engine `a` of two ranks and `b` of one.
+1. An episode: a controller, two sources that both hold everything, the engine `a` of two ranks and `b` of one, over the
+   fabrics in turn, one an episode.
 2. A step: a push; or a rank is killed or stopped, idle or at a stage of a push. All others must raise in time and name
    it, or have committed; and what is said of an engine must be what its bytes and fences are.
 3. After a loss the survivors re-form, or a new process takes the seat, or both; the next push must be exact.
@@ -33,6 +34,8 @@ from truths import engine_of, is_target, silent, unfenced, unnamed, untruths  # 
 
 PAGE = ROOT / "docs" / "reference" / "fault-campaign.md"
 DEADLINE, HEARTBEAT, MARGIN = 10.0, 3.0, 60.0
+FABRICS = ("gloo", "mixed", "tcp", "two copies", "two hosts")
+HOSTS = {"source[0]": "x", "source[1]": "y", "a[0]": "x", "a[1]": "y", "b[0]": "x"}
 STAGES = {
     "source": ("idle", "preparing", "agreeing", "moving", "confirmed"),
     "target": ("idle", "looking", "agreeing", "moving", "installing", "confirmed"),
@@ -58,12 +61,14 @@ class Tally:
     faults: list[str] = field(factory=list)
 
 
-def places() -> list[Place]:
-    """The ranks of an episode."""
+def places(fabric: str) -> list[Place]:
+    """The ranks of an episode. On two hosts, which are stated, the fabric is `mixed`."""
     common = {"where": free_rendezvous(), "deadline": DEADLINE, "heartbeat": HEARTBEAT}
+    common["fabric"] = "mixed" if fabric == "two hosts" else fabric
     made = [Place(rank=r, size=2, held=whole(), engines=("a", "b"), **common) for r in range(2)]  # type: ignore[arg-type]
     made += [Place(engine="a", rank=r, size=2, held=columns(r, 2), **common) for r in range(2)]  # type: ignore[arg-type]
-    return [*made, Place(engine="b", rank=0, size=1, held=whole(), **common)]  # type: ignore[arg-type]
+    made.append(Place(engine="b", rank=0, size=1, held=whole(), **common))  # type: ignore[arg-type]
+    return [evolve(place, host=HOSTS[str(place)]) for place in made] if fabric == "two hosts" else made
 
 
 @define
@@ -222,9 +227,10 @@ class Episode:
 
 def run(seed: int, *, steps: int, tally: Tally) -> None:
     """One episode."""
-    made = places()
+    fabric = FABRICS[seed % len(FABRICS)]
+    made = places(fabric)
     with cast(made, controlled=True) as crew:
-        episode = Episode(crew, {str(p): p for p in made}, random.Random(seed), tally, f"seed {seed}")
+        episode = Episode(crew, {str(p): p for p in made}, random.Random(seed), tally, f"seed {seed}, {fabric}")
         episode.push()
         for _ in range(steps):
             if episode.random.random() < 0.2:
@@ -255,7 +261,8 @@ def page(tally: Tally, *, seeds: range, seconds: float) -> str:
         "# The fault campaign\n\n"
         "Written by `tests/campaigns/faults.py`, which says how it goes. Each line: what was done to a rank, how\n"
         "often, and how many times a rank was told each state of an engine. Every state told was held against the\n"
-        "engine's bytes and fences.\n\n"
+        "engine's bytes and fences. Episodes take turns over gloo, shared memory of one and of two copies, TCP, and\n"
+        "two stated hosts.\n\n"
         f"{datetime.now(UTC):%Y-%m-%d}, commit {commit}, seeds {seeds.start} to {seeds.stop - 1}, "
         f"{seconds / 60:.0f} minutes: {sum(tally.tries.values())} losses, {tally.pushes} pushes to be exact, "
         f"{len(tally.faults)} faults.\n\n"
@@ -272,7 +279,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int)
     args = parser.parse_args()
     whole_run = args.slice is None and args.episodes is None and args.seed == 0
-    seeds = range(args.seed, args.seed + (args.episodes or (1 if args.slice else 24)))
+    seeds = range(args.seed, args.seed + (args.episodes or (2 if args.slice else 25)))
     tally, begun = Tally(), time.monotonic()
     for seed in seeds:
         run(seed, steps=args.steps or (5 if args.slice else 10), tally=tally)
