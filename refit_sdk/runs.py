@@ -127,6 +127,12 @@ class Runs:
             block += at == self._ends[block]
 
 
+def place_of(table: Table) -> int:
+    """The address of a table itself, for a call of the operating system. (`ndarray.ctypes` makes garbage in cycles.)"""
+    address: int = table.__array_interface__["data"][0]
+    return address
+
+
 def _cut(spans: Table, most_nbytes: int) -> Table:
     """The first of the spans that have so many bytes, the last of them cut."""
     ends = np.cumsum(spans[:, 1])

@@ -31,7 +31,7 @@ from attrs import define, field
 from refit_backends.links import Listen, Lost, Operation
 from refit_backends.shm_memory import RING_NBYTES, SLOT_NBYTES, SLOTS, Reader, Ring, read_table, reserve
 from refit_sdk.fabric import FabricError
-from refit_sdk.runs import Runs
+from refit_sdk.runs import Runs, place_of
 
 READ_NBYTES: Final = 16 << 20
 """Bytes read from a peer at once: what an abort waits for."""
@@ -104,7 +104,7 @@ class ShmLink:
         if send.runs.address is not None or not len(table):
             self._say(Tag.OFFER, send.nbytes, send.runs.address or 0)
         else:
-            self._say(Tag.OFFER, send.nbytes, table.ctypes.data, len(table))
+            self._say(Tag.OFFER, send.nbytes, place_of(table), len(table))
 
     def step(self) -> bool:
         """Copy at most one chunk each way, and say so; whether there was anything to do. `Lost` if it can't go on."""

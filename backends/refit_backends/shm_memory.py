@@ -12,13 +12,14 @@ import errno
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Final
+from functools import cache
+from typing import Any, Final
 
 import numpy as np
 from attrs import define, field
 
 from refit_sdk.fabric import FabricError
-from refit_sdk.runs import Runs
+from refit_sdk.runs import Runs, place_of
 
 SLOTS: Final = 4
 SLOT_NBYTES: Final = 1 << 20
@@ -130,6 +131,14 @@ def at_address(address: int, nbytes: int) -> Runs:
     return Runs(np.array([[address, 1, 0, nbytes]], np.int64))
 
 
+@cache
+def _process_vm_readv() -> Any:
+    call = ctypes.CDLL(None, use_errno=True).process_vm_readv
+    call.restype = ctypes.c_ssize_t
+    call.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong)
+    return call
+
+
 def read_peer(pid: int, theirs: Runs, *, into: Runs, at: int, nbytes: int) -> None:
     """Copy the stretch `at:at + nbytes` of another process's runs to the same of this one's.
 
@@ -141,15 +150,13 @@ def read_peer(pid: int, theirs: Runs, *, into: Runs, at: int, nbytes: int) -> No
     >>> here.raw
     b'\\x00bc\\x00'
     """
-    call = ctypes.CDLL(None, use_errno=True).process_vm_readv
-    call.restype = ctypes.c_ssize_t
-    call.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong)
+    call = _process_vm_readv()
     while nbytes:
         room = into.spans(at, most=_MOST_SPANS, most_nbytes=nbytes)
         remote = theirs.spans(at, most=_MOST_SPANS, most_nbytes=int(room[:, 1].sum()))
         part = int(remote[:, 1].sum())
         local = into.spans(at, most=_MOST_SPANS, most_nbytes=part)
-        found = call(pid, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0)
+        found = call(pid, place_of(local), len(local), place_of(remote), len(remote), 0)
         if found != part:
             number = ctypes.get_errno() if found < 0 else errno.EFAULT
             raise OSError(number, f"read {max(found, 0)} of {part} bytes of process id {pid}: {os.strerror(number)}")
@@ -161,7 +168,7 @@ def read_table(pid: int, address: int, *, blocks: int, nbytes: int) -> Runs:
     are of so many bytes.
 
     >>> runs = at_address(4096, 10)
-    >>> read_table(os.getpid(), runs.blocks.ctypes.data, blocks=1, nbytes=10).spans(0, most=9, most_nbytes=99).tolist()
+    >>> read_table(os.getpid(), place_of(runs.blocks), blocks=1, nbytes=10).spans(0, most=9, most_nbytes=99).tolist()
     [[4096, 10]]
     """
     if not blocks:
@@ -169,7 +176,7 @@ def read_table(pid: int, address: int, *, blocks: int, nbytes: int) -> Runs:
     if blocks > nbytes:
         raise ValueError(f"{blocks} blocks were offered for {nbytes} bytes")
     table = np.empty((blocks, 4), np.int64)
-    whole = at_address(table.ctypes.data, table.nbytes)
+    whole = at_address(place_of(table), table.nbytes)
     read_peer(pid, at_address(address, table.nbytes), into=whole, at=0, nbytes=table.nbytes)
     count, length = table[:, 1], table[:, 3]
     if ((count < 1) | (length < 1) | (count > nbytes) | (length > nbytes)).any() or Runs(table).nbytes != nbytes:

@@ -16,6 +16,7 @@ import socket
 import struct
 from collections import deque
 from errno import EAGAIN, EINTR
+from functools import cache
 from select import EPOLLIN, EPOLLOUT
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ from attrs import define, field
 from refit_backends.links import Listen, Lost, Operation
 from refit_backends.shm_link import mismatch
 from refit_sdk.fabric import FabricError
+from refit_sdk.runs import place_of
 
 MOST_SPANS: Final = 1024
 """Runs that the kernel takes in one call."""
@@ -34,6 +36,7 @@ AT_ONCE: Final = 16 << 20
 LENGTH: Final = struct.Struct("<Q")
 
 
+@cache
 def _call(name: str) -> Any:
     call = getattr(ctypes.CDLL(None, use_errno=True), name)
     call.restype = ctypes.c_ssize_t
@@ -159,7 +162,7 @@ class TcpLink:
         It is asked again only when epoll says so, and not for the few bytes that it may have room for meanwhile.
         """
         spans = operation.runs.spans(operation.moved, most=MOST_SPANS, most_nbytes=AT_ONCE)
-        moved: int = call(self.socket.fileno(), spans.ctypes.data, len(spans))
+        moved: int = call(self.socket.fileno(), place_of(spans), len(spans))
         if moved >= 0:
             return moved, 0 < moved < int(spans[:, 1].sum())
         number = ctypes.get_errno()
