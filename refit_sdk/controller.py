@@ -74,19 +74,23 @@ class RefitController:
         self._ask(lambda: self._hub.coordinator.admit(name))
 
     def drop(self, engine: str, *, reason: str = "the controller dropped it") -> None:
-        """Take an engine out for good: its sessions are closed, and pushes don't wait for it.
+        """Take an engine out for good, whether it has joined or not: its sessions are closed, and neither joining nor
+        pushes wait for it any more. `admit` lets another of its name come.
 
         `RendezvousError` for a name that isn't known.
         """
-        self._ask(lambda: self._hub.coordinator.drop(engine, reason, now=time.monotonic()), of=engine)
+        name = asked.engine(engine)
+        self._ask(lambda: self._hub.coordinator.drop(name, reason, now=time.monotonic()))
 
     def pause(self, engine: str) -> None:
-        """Leave an engine out of the next pushes. `RendezvousError` unless it is ready."""
-        self._ask(lambda: self._hub.coordinator.pause(engine), of=engine)
+        """Leave an engine out of the next pushes. `RendezvousError` unless it is ready, and no push to it has begun."""
+        name = asked.engine(engine)
+        self._ask(lambda: self._hub.coordinator.pause(name))
 
     def resume(self, engine: str) -> None:
         """Take a paused engine in again. `RendezvousError` unless it is paused."""
-        self._ask(lambda: self._hub.coordinator.resume(engine), of=engine)
+        name = asked.engine(engine)
+        self._ask(lambda: self._hub.coordinator.resume(name))
 
     def close(self, reason: str = "") -> None:
         """End the session for everybody and free the address. A second call does nothing."""
@@ -101,10 +105,7 @@ class RefitController:
     ) -> None:
         self.close("" if error is None else f"{type(error).__name__}: {error}")
 
-    def _ask(self, verb: Callable[[], Sent], *, of: str | None = None) -> None:
+    def _ask(self, verb: Callable[[], Sent]) -> None:
         if self._closed:
             raise RendezvousError("this controller is closed: start a new one")
-        if of is not None and of not in self.engines:
-            known = ", ".join(self.engines) or "none"
-            raise RendezvousError(f"engine {of!r} is not known here; known are: {known}: see the name, or admit it")
         self._hub.ask(verb)

@@ -12,21 +12,28 @@ Pure: messages and the time come in, messages go out; no I/O, no clock, no threa
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
-from refit_sdk import __version__, messages
 from refit_sdk import manifest as wire
+from refit_sdk import messages
 from refit_sdk.agreement import Agreement, Sums
 from refit_sdk.errors import RefitError
+from refit_sdk.excuses import fault_of
 from refit_sdk.gathering import refused_ties
 from refit_sdk.membership import Engine
-from refit_sdk.messages import Done, Failed, Fault, Hello, Leave, Linked, Planned, Ready, Up
+from refit_sdk.messages import Done, Failed, Fault, Hello, Leave, Linked, Planned, Ready, Unable, Unready, Up
 from refit_sdk.push import EnginePart, PushRound
-from refit_sdk.rounds import Rounds, Sent
+from refit_sdk.raising import to_do
+from refit_sdk.rounds import Sent
 from refit_sdk.states import EngineState, PushState, SessionState
+from refit_sdk.steering import Steering
 from refit_sdk.world import Seat
 
+LONGER: Final = "see what keeps them, or give a longer deadline="
+"""What to do about ranks that were waited for in vain."""
 
-class Coordinator(Rounds):
+
+class Coordinator(Steering):
     """Everything that the rendezvous knows. A link is a number that its caller gives each connection."""
 
     def receive(self, link: int, message: Up, *, now: float) -> Sent:
@@ -36,10 +43,14 @@ class Coordinator(Rounds):
         match message:
             case Hello() if not known:
                 self._hello(link, message)
-            case Ready() if known and self.state is SessionState.CLOSED:
-                self._send(link, messages.Closed(reason="this session is over", normal=False))
+            case Unable() if not known:
+                self._unable(link, message)
+            case Ready() | Unready() if known and self.state is SessionState.CLOSED:
+                self._send(link, messages.Closed(reason="this session is over: make a new one", normal=False))
             case Ready() if known:
                 self._take_ready(link, message)
+            case Unready() if known:
+                self._take_unready(link, message)
             case Planned() if self._is_current(message.epoch):
                 self._planned(link, message)
             case Failed() if self._is_current(message.epoch):
@@ -67,38 +78,10 @@ class Coordinator(Rounds):
             self._expire()
         return self._flush()
 
-    def engine_states(self) -> dict[str, str]:
-        """Every engine's state; `waiting` for those that are expected by name and haven't come."""
-        expected = self.membership.expected
-        names = () if isinstance(expected, int) else expected
-        found = {name: str(engine.state) for name, engine in self.membership.engines.items()}
-        return dict(sorted({**dict.fromkeys(names, str(EngineState.WAITING)), **found}.items()))
-
     def close(self, reason: str, *, normal: bool) -> Sent:
         """End the session for everybody; the messages to send."""
         self._close(reason, normal=normal)
         return self._flush()
-
-    def _hello(self, link: int, hello: Hello) -> None:
-        try:
-            if self.state is SessionState.CLOSED:
-                raise RefitError("this session is over; start a new rendezvous")
-            if hello.sdk != __version__:
-                raise RefitError(f"refit_sdk is {hello.sdk} here and {__version__} at the rendezvous: install the same")
-            self.membership.admit(link, hello)
-        except RefitError as error:
-            self._out.append((link, messages.Refused(reason=str(error))))
-            self._refused[", ".join(map(str, hello.claims))] = str(error)
-            return
-        late = self.state is not SessionState.JOINING
-        self._send(
-            link,
-            messages.Welcome(late=late, hosted_by=self._hosted_by, heartbeat=self._heartbeat, deadline=self._deadline),
-        )
-        self._changed = True
-        if not late and not self.membership.missing():
-            self._happen("complete")
-            self._form("join", sorted(self.membership.engines))
 
     def _stand(self, agreement: Agreement) -> None:
         if agreement.kind == "push":
@@ -109,7 +92,13 @@ class Coordinator(Rounds):
         self._ends = None
         waiting = sorted(set(self._gathering.take()) - agreement.links)
         self._tell(agreement.links, messages.Formed(epoch=agreement.epoch))
-        self._tell(waiting, messages.Formed(epoch=agreement.epoch, waiting=True))
+        self._formed_without(waiting)
+
+    def _formed_without(self, links: Iterable[int]) -> None:
+        """The epoch stands without some processes: each hears which ranks its engine lacks."""
+        for link in links:
+            lacks = tuple(name for engine in self.membership.engines_of(link) for name in engine.missing())
+            self._send(link, messages.Formed(epoch=self.epoch, waiting=True, lacks=lacks))
 
     def _take_ready(self, link: int, message: Ready) -> None:
         member = self.membership.members[link]
@@ -127,12 +116,47 @@ class Coordinator(Rounds):
         if message.kind == "push" and lost and not self.membership.is_source(link):
             self._fault_beside(link, lost)
             return
+        self._excuses.end(link)
+        owed = self._excuses.owed(link, message)
+        if owed:
+            waiting = (
+                self._excuses.beside(owed, self._gathering.of_kind(message.kind))
+                if self.membership.is_source(link)
+                else []
+            )
+            told = [link, *self._gathering.take(waiting)]
+            self._tell(told, fault_of(owed, self.membership.verdicts()))
+            return
         self._gathering.add(link, message)
         self._open()
 
+    def _take_unready(self, link: int, message: Unready) -> None:
+        """Whoever waits for this process hears at once why it doesn't come; who comes later, then."""
+        excuse = self._excuses.make(link, message)
+        told = self._who_waits_for(link, message.kind)
+        versions = [ready.version for source, ready in self._gathering.sources.items() if source in told]
+        excuse.version = versions[0] if versions and excuse.version is None else excuse.version
+        excuse.told |= told
+        fault = fault_of([excuse], self.membership.verdicts())
+        self._tell(self._gathering.take(told), fault)
+        if self.state is SessionState.GATHERING and not self._gathering.opening:
+            self._fault(fault.error, fault.causes, failures=fault.failures)
+
+    def _who_waits_for(self, link: int, kind: str) -> set[int]:
+        """Who is here for a push or a reform that can't be without this process."""
+        gathering, settled = self._gathering, self.state in (SessionState.FORMING, SessionState.MOVING)
+        same = set(gathering.of_kind(kind))
+        if kind == "reform":
+            return set() if settled else same
+        mates = self._excuses.mates(link) & same
+        if settled or gathering.is_reform:
+            return mates
+        awaited = self.membership.is_source(link) or (gathering.sources and self._excuses.is_awaited(link))
+        return same if awaited else mates
+
     def _fault_beside(self, link: int, lost: dict[str, str]) -> None:
         """Nobody waits, unknowing, for ranks that are gone."""
-        causes = tuple(f"{name}: {cause}; bring it back, or reform" for name, cause in sorted(lost.items()))
+        causes = (*(f"{name}: {cause}" for name, cause in sorted(lost.items())), to_do(sorted(lost)))
         engines = {engine.name: engine.verdict() for engine in self.membership.engines_of(link)}
         self._send(link, Fault(error="PushError", causes=causes, failures=lost, engines=engines))
 
@@ -170,9 +194,11 @@ class Coordinator(Rounds):
         if not self.membership.sources:
             self._close("no source is left", normal=False)
             return
+        whole = [name for name, engine in sorted(self.membership.engines.items()) if engine.is_complete]
+        if self._refuse_frozen(whole):
+            return
         self._fresh.update(self.membership.engines)
         self._happen("changed")
-        whole = [name for name, engine in sorted(self.membership.engines.items()) if engine.is_complete]
         if whole:
             self._form("reform", whole)
         else:
@@ -182,7 +208,7 @@ class Coordinator(Rounds):
         """No engine is whole, so there is nothing to plan: all wait for the next push that finds one."""
         self._happen("formed")
         self._changed, self._ends = True, None
-        self._tell(self._gathering.take(), messages.Formed(epoch=self.epoch, waiting=True))
+        self._formed_without(self._gathering.take())
 
     def _refuse_push(self) -> bool:
         if not self._gathering.sources:
@@ -205,6 +231,8 @@ class Coordinator(Rounds):
     def _start(self) -> None:
         wanted = self._gathering.wanted()
         names = [engine.name for engine in wanted]
+        if self._refuse_frozen(names):
+            return
         if self._changed or self._fresh.intersection(names) or any(not engine.formed for engine in wanted):
             self._happen("changed")
             self._form("push", names)
@@ -288,15 +316,16 @@ class Coordinator(Rounds):
             return
         self._lose(link, "it closed its session", left=True)
 
-    def _lose(self, link: int, cause: str, *, left: bool) -> None:
+    def _lose(self, link: int, cause: str, *, left: bool, dropped: bool = False) -> None:
         source = self.membership.is_source(link)
         in_epoch = self._agreement is not None and link in self._agreement.links
         engines = self.membership.engines_of(link)
-        failed = self.push.lost(link, cause) if self.push is not None else []
+        failed = self.push.lost(link, cause, dropped=dropped) if self.push is not None else []
         member = self.membership.remove(link, cause, left=left)
         self._gathering.take([link])
+        self._excuses.end(link)
         self._changed = True
-        if self.state is SessionState.CLOSED:
+        if self.state is SessionState.CLOSED or (dropped and not source and self.state is SessionState.JOINING):
             return
         if source and not self.membership.sources and self.push is None:
             self._close(f"all sources have closed: {member.name}: {cause}", normal=left)
@@ -313,14 +342,16 @@ class Coordinator(Rounds):
             self._engine_lost(engines, member.name, cause)
 
     def _fault_gone(self, name: str, cause: str, *, event: str) -> None:
-        event = "fault" if self.state is SessionState.JOINING else event
-        self._fault("PushError", (f"{name}: {cause}",), failures={name: cause}, event=event)
+        joining = self.state is SessionState.JOINING
+        advice = "joining has failed: start every rank again" if joining else to_do([name])
+        causes = (f"{name}: {cause}", advice)
+        self._fault("PushError", causes, failures={name: cause}, event="fault" if joining else event)
 
     def _engine_lost(self, engines: list[Engine], name: str, cause: str) -> None:
         links = self._gathering.take({link for engine in engines for link in engine.links.values()})
         fault = Fault(
             error="PushError",
-            causes=(f"{name}: {cause}",),
+            causes=(f"{name}: {cause}", to_do([name])),
             failures={name: cause},
             engines=self.membership.verdicts(),
         )
@@ -335,54 +366,27 @@ class Coordinator(Rounds):
         elif self._agreement is not None:
             names = [self._name(link) for link in self._agreement.waiting_for()]
             cause = f"{', '.join(names)} didn't {self._agreement.step()} {seconds}"
-            self._fault("PushError", (cause,), failures=dict.fromkeys(names, cause))
+            self._fault("PushError", (cause, LONGER), failures=dict.fromkeys(names, cause))
         elif self.state is SessionState.JOINING:
             missing = self.membership.missing()
             refused = [f"{name} was refused: {reason}" for name, reason in self._refused.items()]
-            self._fault("RendezvousError", (f"{', '.join(missing)} didn't join {seconds}", *refused))
+            self._fault("RendezvousError", (f"{', '.join(missing)} didn't join {seconds}", *refused, LONGER))
         elif self.state is SessionState.GATHERING:
             names = [self._name(link) for link in self._gathering.missing()]
             verb = "reform()" if self._gathering.is_reform else "push() or receive()"
             cause = f"{', '.join(names)} didn't call {verb} {seconds}"
-            self._fault("PushError", (cause,), failures=dict.fromkeys("+".join(names).split("+"), cause))
+            self._fault("PushError", (cause, LONGER), failures=dict.fromkeys("+".join(names).split("+"), cause))
 
     def _expire_push(self, push: PushRound) -> None:
         if not push.expired:
             self._drop(push.expire(self._deadline))
             self._ends = self._now + min(self._heartbeat, self._deadline)
             return
+        silence = f"no word of the push in {self._deadline:g} s"
         for link in sorted(push.silent):
-            self._send(link, messages.Closed(reason=f"no word of the push in {self._deadline:g} s", normal=False))
-            self._lose(link, f"no word of the push in {self._deadline:g} s", left=False)
-
-    def admit(self, engine: str) -> Sent:
-        """Let an engine of this name join, from the next push on."""
-        self.membership.expect(engine)
-        return self._flush()
-
-    def drop(self, engine: str, reason: str, *, now: float) -> Sent:
-        """Take an engine out: its ranks' sessions are closed, and pushes no longer wait for it."""
-        self._now = now
-        found = self.membership.engines.get(engine)
-        if found is None:
-            return []
-        for link in sorted(set(found.links.values())):
-            self._send(link, messages.Closed(reason=f"engine {engine} was dropped: {reason}", normal=False))
-            self._lose(link, f"dropped: {reason}", left=False)
-        self.membership.forget(engine, size=found.size)
-        self._gather()
-        return self._flush()
-
-    def pause(self, engine: str) -> Sent:
-        """Leave an engine out of the next pushes."""
-        self.membership.engine_that_is(EngineState.READY, engine).happen("paused")
-        self._gather()
-        return self._flush()
-
-    def resume(self, engine: str) -> Sent:
-        """Take a paused engine in again."""
-        self.membership.engine_that_is(EngineState.PAUSED, engine).happen("resumed")
-        return self._flush()
+            reason = f"{silence}, so this rank was given up: close this session and make a new one"
+            self._send(link, messages.Closed(reason=reason, normal=False))
+            self._lose(link, silence, left=False)
 
 
 _EVENT = {

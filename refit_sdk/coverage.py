@@ -23,7 +23,7 @@ import numpy as np
 from refit_sdk.aliases import member
 from refit_sdk.box import Box
 from refit_sdk.dtypes import DEFAULT_CASTS, ITEMSIZE, is_lossless
-from refit_sdk.families import Key, Sides
+from refit_sdk.families import Key, Sides, examples
 from refit_sdk.overlap import Boxes, atoms, meet, pairs, subtract, volume
 from refit_sdk.pieces import Pieces, Ruled
 from refit_sdk.routes import Rules, partition
@@ -84,6 +84,19 @@ def check_world(world: World) -> Iterator[str]:
         if count > 1:
             place = engine or "the sources"
             yield f"process {process} has {count} ranks of {place}; a process can be one rank of a {side}"
+    yield from _empty(world)
+
+
+def _empty(world: World) -> Iterator[str]:
+    """The sources, or an engine, of which no rank holds any tensor."""
+    holding = {seat.engine for seat in world.seats if world.manifest(seat).parts}
+    for engine in sorted({seat.engine for seat in world.seats} - holding):
+        who = f"engine {engine} holds" if engine else "the sources hold"
+        never = " that isn't frozen" if engine else ""
+        yield (
+            f"{who} no tensor{never}: no rank's model has a parameter or a persistent buffer; "
+            "see that the right object was given, after its weights were made"
+        )
 
 
 def check_names(sides: Sides, settings: Settings) -> Iterator[str]:
@@ -160,7 +173,7 @@ def _unwanted(sides: Sides, settings: Settings) -> Iterator[str]:
             f"{label(name, unwanted)}: sources have it and no target wants it; name it in ignore=, "
             "or check the targets' names"
         )
-    yield from ignores.useless(hits)
+    yield from ignores.useless(hits, names=examples(sides.held))
 
 
 def _tied(sides: Sides) -> dict[str, list[Box]]:

@@ -13,7 +13,7 @@ A *row* of a side is a disjoint box in one dtype, with the processes that have i
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import lt
 
@@ -70,6 +70,15 @@ class Sides:
     def ndim(self) -> Ints:
         """Dims of each family's boxes, stacked dims included."""
         return np.array([name.count("{}") + len(shape) for name, shape in self.keys], np.int64)
+
+
+def examples(members: Mapping[Key, Sequence[Box]]) -> list[str]:
+    """A name of each family.
+
+    >>> examples({("layers.{}.w", (4,)): [Box((3,), (9,))]})
+    ['layers.3.w']
+    """
+    return [name.format(*min(boxes).start) for (name, _), boxes in sorted(members.items()) if boxes]
 
 
 _Row = tuple[Key, str, tuple[int, ...], tuple[int, ...], str, tuple[int, ...] | None, int]

@@ -111,11 +111,11 @@ class Gathering:
         return self._shortage_of(able) if len(able) < self._needed else None
 
     def _shortage_of(self, able: set[str]) -> Shortage:
-        known, expected = self._membership.engines, self._membership.expected
-        names = sorted({*known, *(() if isinstance(expected, int) else expected)} - able)
         reasons, failures = [], {}
-        for name in names:
-            reason, ranks = _why_not(known.get(name))
+        for name in self._membership.names:
+            if name in able:
+                continue
+            reason, ranks = _why_not(self._membership.engines.get(name))
             reasons.append(f"engine {name} {reason}")
             failures.update(dict.fromkeys(ranks, f"engine {name} {reason}"))
         if able:

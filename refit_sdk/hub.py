@@ -88,6 +88,23 @@ class Hub:
                 raise RendezvousError("this rendezvous has ended")
         done.result()
 
+    def linger(self, seconds: float) -> None:
+        """Stay while ranks that haven't come yet are to hear why joining failed, for at most `seconds`."""
+        end = time.monotonic() + seconds
+        with contextlib.suppress(RendezvousError):
+            while self._untold() and time.monotonic() < end:
+                time.sleep(min(0.02, seconds))
+
+    def _untold(self) -> list[str]:
+        found: list[str] = []
+
+        def look() -> Sent:
+            found.extend(self.coordinator.untold)
+            return []
+
+        self.ask(look)
+        return found
+
     def close(self, reason: str, *, normal: bool) -> None:
         """Tell everybody that the session is over, hang up, and end all threads. A second call does nothing."""
         if not self._open:

@@ -1,31 +1,33 @@
 """From a session's arguments to a participant that has joined.
 
-1. Check the arguments; find the token; choose the adapters, the fabric and the transports among the plug-ins.
+1. Check the arguments; find the token.
 2. Source rank 0 hosts the rendezvous, if the address is this host's and nobody listens there yet; a `RefitController`
    that does is joined like any other rendezvous.
-3. Describe the seats, connect, join.
+3. Choose the adapters and the fabric among the plug-ins, describe the seats, connect, join.
+4. A process that can't do step 3 connects to say so, and the host stays a moment for those who haven't come yet: nobody
+   need wait out a deadline for a rank that won't come.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
 import time
 from collections.abc import Callable
-from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from attrs import evolve, frozen
 
-from refit_sdk.adapter import SourceAdapter, TargetAdapter
+from refit_sdk.adapter import Observer, SourceAdapter, TargetAdapter
 from refit_sdk.control import Address, Client, connect, find_token, listen, parse_rendezvous
 from refit_sdk.coordinator import Coordinator
-from refit_sdk.errors import RendezvousError
+from refit_sdk.errors import RefitError, RendezvousError
 from refit_sdk.fabric import Fabric
 from refit_sdk.hub import Hub
-from refit_sdk.messages import Claim, Down
+from refit_sdk.messages import Claim, Down, Unable
 from refit_sdk.offers import Registry, choose_adapter, plugin_versions
 from refit_sdk.participant import Participant
 from refit_sdk.plan import Plan, PlanCache, input_digest, make_plan
@@ -34,6 +36,9 @@ from refit_sdk.seat import Held
 from refit_sdk.settings import Settings
 from refit_sdk.topology import Topology
 from refit_sdk.world import Side, World
+
+TELL_SECONDS: Final = 5.0
+"""How long a process that can't join tries to tell the others, and a host stays for those who haven't come yet."""
 
 
 @frozen(kw_only=True)
@@ -84,42 +89,82 @@ def join(options: Options) -> tuple[Participant, Hub | None]:
     """Join as the options say; the participant, and the hub where this process hosts the rendezvous."""
     address = parse_rendezvous(options.rendezvous)
     token = find_token(options.token, address=address, insecure=options.insecure)
-    plugins = registry()
-    fabric = _fabric(plugins, options.fabric)
-    held = {place.side: _held(plugins, place) for place in options.places}
-    end = time.monotonic() + options.deadline
     hub = _host(options, address, token)
+    participant: Participant | None = None
     try:
-        participant = Participant(
-            _connecting(address, token, options),
-            source=held.get("source"),
-            target=held.get("target"),
-            planner=_Planner(plugins),
-            fabric=fabric,
-            observers=[plugins.get("observer", name)() for name in plugins.names("observer")],
-        )
-    except BaseException:
-        _give_up(hub, "source[0] could not connect")
-        raise
-    try:
+        brought = _bring(options, address, token)
+        if hub is not None:
+            hub.ask(lambda: hub.coordinator.wait_anew(now=time.monotonic()))
+        end = time.monotonic() + options.deadline
+        participant = brought.participant(_connecting(address, token, options))
         participant.join(
             settings=_to_json(options.settings),
-            plugins=_plugins(plugins),
+            plugins=_plugins(brought.plugins),
             engines=options.engines,
             pid=os.getpid(),
             host=socket.gethostname(),
             deadline=max(0.1, end - time.monotonic()),
         )
     except BaseException as error:
-        participant.close(f"joining failed: {type(error).__name__}: {error}")
-        _give_up(hub, f"source[0]: joining failed: {type(error).__name__}: {error}")
+        reason = f"joining failed: {type(error).__name__}: {error}"
+        if participant is not None:
+            participant.close(reason)
+        if hub is not None:
+            hub.linger(min(options.deadline, TELL_SECONDS))
+            hub.close(f"source[0]: {reason}", normal=False)
         raise
     return participant, hub
 
 
-def _give_up(hub: Hub | None, reason: str) -> None:
-    if hub is not None:
-        hub.close(reason, normal=False)
+@frozen(eq=False)
+class _Brought:
+    """What a process brings along: plug-ins, and what it made of its arguments by them."""
+
+    plugins: Registry
+    fabric: Fabric
+    observers: list[Observer]
+    held: dict[Side, Held]
+
+    def participant(self, client_of: Callable[[Callable[[Down], None]], Client]) -> Participant:
+        """The process's part in the protocol, connected."""
+        return Participant(
+            client_of,
+            source=self.held.get("source"),
+            target=self.held.get("target"),
+            planner=_Planner(self.plugins),
+            fabric=self.fabric,
+            observers=self.observers,
+        )
+
+
+def _bring(options: Options, address: Address, token: bytes) -> _Brought:
+    """Choose among plug-ins and describe the seats. The others hear at once if that can't be."""
+    held: dict[Side, Held] = {}
+    try:
+        plugins = registry()
+        fabric = _fabric(plugins, options.fabric)
+        observers = [plugins.get("observer", name)() for name in plugins.names("observer")]
+        for place in options.places:
+            held[place.side] = _held(plugins, place)
+    except Exception as error:
+        for each in held.values():
+            each.close()
+        _tell_unable(options, address, token, reason=f"{type(error).__name__}: {error}")
+        raise
+    return _Brought(plugins, fabric, observers, held)
+
+
+def _tell_unable(options: Options, address: Address, token: bytes, *, reason: str) -> None:
+    """Tell the rendezvous why this process can't join, if it can be reached in a few seconds."""
+    seconds = min(options.deadline, TELL_SECONDS)
+    with contextlib.suppress(RefitError, OSError):
+        channel = connect(address, token=token, seconds=seconds)
+        client = Client(channel, heartbeat=options.heartbeat, urgent=lambda message: None)
+        try:
+            client.send(Unable(claims=tuple(map(_claim, options.places)), reason=reason))
+            client.next(seconds)
+        finally:
+            client.close()
 
 
 def _connecting(address: Address, token: bytes, options: Options) -> Callable[[Callable[[Down], None]], Client]:
@@ -173,12 +218,11 @@ def _held(plugins: Registry, place: Place) -> Held:
     kind = "source_adapter" if place.side == "source" else "target_adapter"
     chosen = choose_adapter(plugins, kind, place.model, place.adapter)
     adapter: SourceAdapter | TargetAdapter = chosen(place.model, rank=place.rank, size=place.size)
-    claim = Claim(place.side, place.engine, place.rank, place.size)
-    return Held(claim, adapter, frozen=_matcher(place.frozen))
+    return Held(_claim(place), adapter, frozen=place.frozen)
 
 
-def _matcher(patterns: tuple[str, ...]) -> Callable[[str], bool]:
-    return lambda name: any(fnmatchcase(name, pattern) for pattern in patterns)
+def _claim(place: Place) -> Claim:
+    return Claim(place.side, place.engine, place.rank, place.size)
 
 
 def _plugins(plugins: Registry) -> dict[str, str]:

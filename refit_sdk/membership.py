@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
 from typing import Final
 
 from attrs import define, field
@@ -78,11 +79,23 @@ class Engine:
         self.version, self.torn = verdict.version, verdict.state == PushState.TORN
 
 
+_ADVICE: Final = {
+    EngineState.WAITING: "it is in from the next push on",
+    EngineState.READY: "it takes part already",
+    EngineState.MOVING: "ask again when the push has ended",
+    EngineState.TORN: "mend it by a push first, or drop it",
+    EngineState.LOST: "start its ranks again, or drop it",
+    EngineState.PAUSED: "it is left out already",
+}
+"""What to do where an engine isn't in the state that a verb of the controller needs."""
+
+
 class Membership:
     """The seats, by side and rank. `expected` are the engines to wait for: a number of any name, or names."""
 
     def __init__(self, expected: int | tuple[str, ...]) -> None:
         self.expected = expected
+        self._stated = expected
         self.num_sources: int | None = None
         self.sources: dict[int, int] = {}
         self.engines: dict[str, Engine] = {}
@@ -97,7 +110,8 @@ class Membership:
         if not hello.claims or len(hello.claims) != len(hello.manifests):
             raise RendezvousError(f"{len(hello.claims)} seats were claimed with {len(hello.manifests)} manifests")
         for claim in hello.claims:
-            self._check(claim, hello)
+            self._check(claim)
+        self._check_engines(hello)
         self._check_alike(hello)
         for body in hello.manifests:
             wire.decode(body)
@@ -106,25 +120,46 @@ class Membership:
         self.members[link] = Member(link, hello, list(hello.manifests))
         return self.members[link]
 
-    def _check(self, claim: Claim, hello: Hello) -> None:
+    def may_have(self, claims: Iterable[Claim]) -> bool:
+        """Whether a process could be given these seats."""
+        try:
+            for claim in claims:
+                self._check(claim)
+        except RendezvousError:
+            return False
+        return True
+
+    def note(self, claim: Claim) -> None:
+        """Know of the seats beside this one, whose process won't come."""
+        if claim.side == "source":
+            self.num_sources = self.num_sources or claim.size
+        else:
+            self.engines.setdefault(claim.engine, Engine(claim.engine, claim.size))
+
+    def _check(self, claim: Claim) -> None:
         _check_name(claim)
         if claim.side == "source":
-            self._check_source(claim, hello)
+            self._check_source(claim)
         else:
             self._check_target(claim)
         if not 0 <= claim.rank < claim.size:
-            raise RendezvousError(f"{claim} can't be: its size is {claim.size}, ranks are 0 to {claim.size - 1}")
+            raise RendezvousError(
+                f"{claim} can't be: its size is {claim.size}, ranks are 0 to {claim.size - 1}: see rank= and size="
+            )
 
-    def _check_source(self, claim: Claim, hello: Hello) -> None:
+    def _check_source(self, claim: Claim) -> None:
         if self.num_sources not in (None, claim.size):
             raise RendezvousError(
                 f"{claim} says there are {claim.size} source ranks, the others {self.num_sources}: give all one size"
             )
-        if hello.engines is not None and hello.engines != self.expected:
-            raise RendezvousError(
-                f"{claim} waits for engines={hello.engines!r}, the rendezvous for {self.expected!r}: give all the same"
-            )
         self._check_free(claim, self.sources)
+
+    def _check_engines(self, hello: Hello) -> None:
+        if hello.engines is not None and hello.engines != self._stated:
+            raise RendezvousError(
+                f"{hello.claims[0]} waits for engines={hello.engines!r}, the rendezvous for {self._stated!r}: "
+                "give all the same"
+            )
 
     def _check_target(self, claim: Claim) -> None:
         engine = self.engines.get(claim.engine)
@@ -135,7 +170,9 @@ class Membership:
                 )
             return
         if engine.size != claim.size:
-            raise RendezvousError(f"{claim} says its engine has {claim.size} ranks, the others say {engine.size}")
+            raise RendezvousError(
+                f"{claim} says its engine has {claim.size} ranks, the others say {engine.size}: give all one size"
+            )
         self._check_free(claim, engine.links)
 
     def _check_free(self, claim: Claim, taken: dict[int, int]) -> None:
@@ -150,7 +187,7 @@ class Membership:
             if member.hello.settings and hello.settings and member.hello.settings != hello.settings:
                 raise RendezvousError(
                     f"settings differ: {member.name} has {member.hello.settings}, "
-                    f"{hello.claims[0]} has {hello.settings}"
+                    f"{hello.claims[0]} has {hello.settings}: give all the same"
                 )
             if member.hello.fabric and hello.fabric and member.hello.fabric != hello.fabric:
                 raise RendezvousError(
@@ -166,26 +203,47 @@ class Membership:
                 )
 
     def expect(self, engine: str) -> None:
-        """Let an engine of this name join."""
+        """Let an engine of this name join. While any name may, there is nothing to do."""
         if isinstance(self.expected, int):
+            if len(self.engines) < self.expected:
+                return
             self.expected = tuple(sorted(self.engines))
         if engine not in self.expected:
             self.expected = (*self.expected, engine)
 
-    def forget(self, engine: str, *, size: int) -> None:
-        """Neither wait for this engine of `size` ranks any more, nor miss it."""
-        self.engines.pop(engine, None)
-        for rank in range(size):
+    def forget(self, engine: str) -> None:
+        """Neither wait for this engine any more, nor miss it."""
+        found = self.engines.pop(engine, None)
+        for rank in range(found.size) if found is not None else ():
             self.lost.pop(str(Seat("target", engine, rank)), None)
-        if not isinstance(self.expected, int):
+        if isinstance(self.expected, int):
+            self.expected = max(0, self.expected - 1)
+        else:
             self.expected = tuple(name for name in self.expected if name != engine)
+
+    @property
+    def names(self) -> list[str]:
+        """The engines that are here, or expected by name, in order."""
+        return sorted({*self.engines, *(() if isinstance(self.expected, int) else self.expected)})
+
+    def find(self, name: str) -> Engine | None:
+        """The engine of that name; None if it's expected and hasn't come. `RendezvousError` if it isn't known."""
+        if name not in self.names:
+            near = get_close_matches(name, self.names, n=1)
+            hint = f", the nearest is {near[0]}" if near else ""
+            raise RendezvousError(
+                f"engine {name!r} is not known here; known are: {', '.join(self.names) or 'none'}{hint}: "
+                "see the name, or admit it"
+            )
+        return self.engines.get(name)
 
     def engine_that_is(self, state: EngineState, name: str) -> Engine:
         """The engine of that name. `RendezvousError` unless it is in that state."""
-        engine = self.engines.get(name)
-        if engine is None or engine.state is not state:
-            found = "not known" if engine is None else engine.state
-            raise RendezvousError(f"engine {name!r} is {found}, it must be {state}; known are {sorted(self.engines)}")
+        engine = self.find(name)
+        if engine is None:
+            raise RendezvousError(f"engine {name!r} hasn't joined, it must be {state}: start its ranks, or drop it")
+        if engine.state is not state:
+            raise RendezvousError(f"engine {name!r} is {engine.state}, it must be {state}: {_ADVICE[engine.state]}")
         return engine
 
     def admits(self, engine: str) -> bool:
@@ -258,7 +316,7 @@ class Membership:
             names += ["any rank of one more engine"] * (self.expected - len(self.engines))
         else:
             names += [f"any rank of {name}" for name in self.expected if name not in self.engines]
-        return names
+        return names if self.expected or self.engines else [*names, "any rank of any engine (admit one)"]
 
     def links(self, engines: Iterable[str]) -> list[int]:
         """The living processes of the sources and of these engines, each once."""
@@ -272,6 +330,18 @@ class Membership:
     def is_source(self, link: int) -> bool:
         """Whether a process has a seat on the source side."""
         return link in self.sources.values()
+
+    def useless_frozen(self, engines: Iterable[str]) -> list[str]:
+        """What to say of patterns of frozen tensors that match nothing on any rank of their engine that states them."""
+        said = []
+        for name in engines:
+            links = sorted(set(self.engines[name].links.values()))
+            stated = [pair for link in links for pair in self.members[link].hello.frozen.items()]
+            used = {pattern for pattern, near in stated if near is None}
+            for pattern in dict.fromkeys(pattern for pattern, _ in stated if pattern not in used):
+                near = next((near for other, near in stated if other == pattern and near), None)
+                said.append(_useless(name, pattern, near))
+        return said
 
     @property
     def settings(self) -> str:
@@ -306,6 +376,11 @@ class Membership:
     def verdicts(self) -> dict[str, Verdict]:
         """What every engine is, when no push touched it."""
         return {name: engine.verdict() for name, engine in sorted(self.engines.items())}
+
+
+def _useless(engine: str, pattern: str, near: str | None) -> str:
+    hint = f"; the nearest name is {near}" if near else ""
+    return f"frozen {pattern!r} matches no tensor of engine {engine}{hint}: see the pattern, or leave it out"
 
 
 def _check_name(claim: Claim) -> None:

@@ -60,7 +60,8 @@ class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Hello(Message, frozen=True):
     """Asks for seats. `settings` is canonical JSON (None: what the sources say); `manifests` has one body a seat;
-    `fabric` is the name of what this process moves bytes by.
+    `fabric` is the name of what this process moves bytes by; `frozen` maps each pattern of tensors that pushes leave
+    alone to None if this process holds one, else to the nearest name that it holds.
     """
 
     sdk: str
@@ -72,6 +73,14 @@ class Hello(Message, frozen=True):
     pid: int
     host: str
     fabric: str = ""
+    frozen: dict[str, str | None] = {}
+
+
+class Unable(Message, frozen=True):
+    """This process can't ask for its seats: what it was given can't be described, or used. `reason` says why."""
+
+    claims: tuple[Claim, ...]
+    reason: str
 
 
 class Ready(Message, frozen=True):
@@ -84,6 +93,16 @@ class Ready(Message, frozen=True):
     manifests: tuple[bytes | None, ...]
     version: int | None = None
     require: int = 0
+
+
+class Unready(Message, frozen=True):
+    """This process was called to enter `push`, `receive` or `reform`, and couldn't: its model isn't ready, or can't be
+    described any more. `version` is a source's.
+    """
+
+    kind: Literal["push", "reform"]
+    cause: str
+    version: int | None = None
 
 
 class Planned(Message, frozen=True):
@@ -200,10 +219,11 @@ class Link(Message, frozen=True):
 
 
 class Formed(Message, frozen=True):
-    """The epoch stands. `waiting`: without this process, as its engine lacks a rank, or as no engine is whole."""
+    """The epoch stands. `waiting`: without this process, as its engine lacks ranks (`lacks`), or no engine is whole."""
 
     epoch: int
     waiting: bool = False
+    lacks: tuple[str, ...] = ()
 
 
 class Go(Message, frozen=True):
@@ -226,7 +246,8 @@ class Drop(Message, frozen=True):
 class Outcome(Message, frozen=True):
     """How a push ended: for a target, as soon as its own engine's part is known; for a source, when all are.
 
-    `ranks` maps a rank to (bytes sent, bytes arrived).
+    `ranks` maps a rank to (bytes sent, bytes arrived). `causes` is what to raise if it didn't commit: the first cause
+    of each engine that failed, what was required, and what to do.
     """
 
     push: int
@@ -235,6 +256,7 @@ class Outcome(Message, frozen=True):
     engines: dict[str, Verdict]
     failures: dict[str, str]
     ranks: dict[str, tuple[int, int]]
+    causes: tuple[str, ...] = ()
 
 
 class Fault(Message, frozen=True):
@@ -263,7 +285,9 @@ class StoreReply(Message, frozen=True):
 
 Up = (
     Hello
+    | Unable
     | Ready
+    | Unready
     | Planned
     | Linked
     | Failed

@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final
-
-from attrs import frozen
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final, Literal
 
 from refit_sdk import __version__, messages
 from refit_sdk import manifest as wire
 from refit_sdk.adapter import Observer
 from refit_sdk.agreement import Sums
+from refit_sdk.confirming import Install, done_of, install
 from refit_sdk.control import Client
 from refit_sdk.errors import PushError, RefitError, RendezvousError, SessionClosed
 from refit_sdk.executor import Moved
@@ -40,14 +39,6 @@ Planner = Callable[[World, str], tuple[str, Plan]]
 
 GRACE: Final = 3
 """The rendezvous keeps the deadlines. A process gives up by itself only after this many of them."""
-
-
-@frozen
-class Install:
-    """How installing went: a cause if it failed, and the exception where an adapter raised one."""
-
-    cause: str
-    error: Exception | None
 
 
 class Participant:
@@ -135,6 +126,7 @@ class Participant:
             pid=pid,
             host=host,
             fabric=self._mover.fabric,
+            frozen=self._target.frozen if self._target is not None else {},
         )
         self._say(hello)
         match self._next(bounded=True):
@@ -145,7 +137,10 @@ class Participant:
             case messages.Refused(reason=reason):
                 raise RendezvousError(reason)
             case other:
-                raise RendezvousError(f"the rendezvous answered {type(other).__name__} to the first message")
+                raise RendezvousError(
+                    f"the rendezvous answered {type(other).__name__} to the first message: "
+                    "see that every rank and the controller run the same release"
+                )
         if late:
             self._gate.hold("it joined late: it serves from the next push on")
         else:
@@ -164,7 +159,10 @@ class Participant:
             message = self._client.next(self._deadline * GRACE if bounded else None)
             match message:
                 case None:
-                    raise RendezvousError(f"{self._client.host} gave no answer in {self._deadline * GRACE:g} s")
+                    raise RendezvousError(
+                        f"{self._client.host} gave no answer in {self._deadline * GRACE:g} s: "
+                        "close this session and make a new one"
+                    )
                 case messages.Drop():
                     continue
                 case messages.Closed(reason=reason, normal=True):
@@ -232,9 +230,10 @@ class Participant:
         """
         begun = time.perf_counter()
         self._gate.served = self._gave_word = False
-        for held in self.held:
-            held.prepare()
-        self._refresh()
+        with self._excused("push", version):
+            for held in self.held:
+                held.prepare()
+            self._refresh()
         try:
             go = self._gather(version, require)
         except RendezvousError as error:
@@ -244,9 +243,18 @@ class Participant:
 
     def _refresh(self) -> None:
         """Describe again what was rebound since. Executors are bound to the old views, so they go."""
-        moved = [held.refresh() for held in self.held]
-        if any(moved):
-            self._mover.forget()
+        for held in self.held:
+            if held.refresh():
+                self._mover.forget()
+
+    @contextlib.contextmanager
+    def _excused(self, kind: Literal["push", "reform"], version: int | None = None) -> Iterator[None]:
+        """Make ready to enter. What is raised instead is raised here, and those who would wait hear why."""
+        try:
+            yield
+        except BaseException as error:
+            self._say(messages.Unready(kind=kind, cause=f"{type(error).__name__}: {error}", version=version))
+            raise
 
     def _gather(self, version: int | None, require: int) -> Go:
         bodies = tuple(held.changed_body() for held in self.held)
@@ -259,20 +267,21 @@ class Participant:
 
     def reform(self) -> None:
         """Form an epoch of the survivors. A rank whose engine lacks another waits, fenced, for that one to return."""
-        self._refresh()
+        with self._excused("reform"):
+            self._refresh()
         bodies = tuple(held.changed_body() for held in self.held)
         self._say(messages.Ready(kind="reform", manifests=bodies))
         formed = self._round(bounded=True)
         if isinstance(formed, messages.Formed) and formed.waiting:
             self._mover.standing = None
-            self._gate.hold("its engine lacks a rank: it serves from the next push after that rank is back")
+            lacks = ", ".join(formed.lacks)
+            self._gate.hold(f"its engine lacks {lacks}: it serves from the first push after that came back")
 
     def _deliver(self, go: Go, *, agree: float, released: Callable[[], None] | None) -> PushReport:
         mine = self._mover.mine(go.engines)
         taking = self._target is not None and self._target.claim.engine in mine
         if taking:
-            self._gate.served = not self._gate.held
-            self._gate.hold(f"the push of version {go.version} hasn't been committed here")
+            self._fence(go, mine)
         moved = self._run(go, mine)
         if released is not None:
             released()
@@ -289,51 +298,43 @@ class Participant:
         windows = len(self._mover.program(mine).windows)
         return self._conclude(outcome, seconds=seconds, windows=windows, install=install)
 
+    def _fence(self, go: Go, mine: frozenset[str]) -> None:
+        self._gate.served = not self._gate.held
+        with self._blamed(go, mine, mutated=False):
+            self._gate.hold(f"the push of version {go.version} hasn't been committed here")
+
+    @contextlib.contextmanager
+    def _blamed(self, go: Go, mine: frozenset[str], *, mutated: bool) -> Iterator[None]:
+        """Do a part of a push. What is raised fails all engines of this process, and they hear why."""
+        try:
+            yield
+        except BaseException as error:
+            done = EngineDone(0, 0, f"{type(error).__name__}: {error}", mutated=mutated)
+            self._say(Done(push=go.push, engines=dict.fromkeys(mine, done)))
+            raise
+
     def _run(self, go: Go, mine: frozenset[str]) -> Moved:
         source = self._source.views if self._source is not None else None
         target = self._target.views if self._target is not None else None
-        try:
+        with self._blamed(go, mine, mutated=True):
             executor = self._mover.executor(mine, sources=source, targets=target)
             return self._mover.run(go.push, executor, seconds=self._deadline)
-        except BaseException as error:
-            cause = f"{type(error).__name__}: {error}"
-            self._say(Done(push=go.push, engines={name: EngineDone(0, 0, cause, mutated=True) for name in mine}))
-            raise
 
     def _install(self, go: Go, moved: Moved) -> Install:
-        """Let the adapter install, and look at what must hold before this rank confirms."""
-        target = self._target
-        assert target is not None
-        engine = target.claim.engine
-        if engine in moved.failed:
-            return Install(moved.failed[engine], None)
-        expected = self._mover.program(self._mover.mine(go.engines)).arriving(engine)
-        if moved.arrived.get(engine, 0) != expected:
-            return Install(f"{moved.arrived.get(engine, 0)} bytes arrived, the plan has {expected}", None)
-        try:
-            target.install(version=go.version)
-        except Exception as error:  # noqa: BLE001 - a hook's error travels to every rank, and is raised here in `_conclude`
-            return Install(f"install failed: {type(error).__name__}: {error}", error)
-        if target.has_moved():
-            return Install("a tensor that was described was rebound or reshaped during the push", None)
-        return Install("", None)
+        assert self._target is not None
+        expected = self._mover.program(self._mover.mine(go.engines)).arriving(self._target.claim.engine)
+        return install(self._target, moved, expected=expected, version=go.version)
 
     def _settle(self, go: Go, moved: Moved, install: Install | None) -> Outcome:
         """Say what was done, and hear how it ended. Cut off from the rendezvous, say so truthfully instead."""
-        own = self._target.claim.engine if self._target is not None else None
-        done = {}
-        for name in sorted(self._mover.mine(go.engines)):
-            mutated = name == own and (name in moved.mutated or (install is not None and install.error is not None))
-            cause = install.cause if install is not None and name == own else moved.failed.get(name, "")
-            lost = self._mover.name(moved.lost[name]) if name in moved.lost else ""
-            if lost:
-                cause = f"{self._own_name} {cause}"
-            done[name] = EngineDone(moved.sent.get(name, 0), moved.arrived.get(name, 0), cause, mutated, lost)
+        own = self._target.claim.engine if self._target is not None else ""
+        mine = self._mover.mine(go.engines)
+        done = done_of(mine, moved, install, own=own, speaker=self._own_name, name=self._mover.name)
         try:
             self._say(Done(push=go.push, engines=done))
             return self._outcome(go)
         except RefitError as error:
-            said = done.get(own) if own is not None else None
+            said = done.get(own)
             raise self._cut_off(error, self._alone_with(said)) from error
 
     def _alone_with(self, said: EngineDone | None) -> PushState:
@@ -379,8 +380,7 @@ class Participant:
         tell(self._observers, report)
         if outcome.committed:
             return report
-        causes = [v.cause for _, v in sorted(outcome.engines.items()) if v.cause]
-        error = error_of("PushError", causes, failures=outcome.failures, engines=outcome.engines)
+        error = error_of("PushError", outcome.causes, failures=outcome.failures, engines=outcome.engines)
         raise error from (install.error if install is not None else None)
 
     def release(self) -> None:

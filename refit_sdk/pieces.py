@@ -16,7 +16,7 @@ from attrs import frozen
 
 from refit_sdk.box import Box
 from refit_sdk.dtypes import is_lossless, itemsize, wire_dtype
-from refit_sdk.families import Sides
+from refit_sdk.families import Sides, examples
 from refit_sdk.overlap import Boxes, meet, pairs, spread, volume
 from refit_sdk.routes import Rules, partition
 from refit_sdk.settings import Settings
@@ -76,8 +76,9 @@ def rule(sides: Sides, settings: Settings) -> Ruled:
             taken += [(first, place)] * len(members)
             hits.append(matching)
     table = np.array(taken, np.int64).reshape(-1, 2)
-    useless = routes.useless({tuple(rule for rule in hit if rule < count) for hit in hits})
-    useless += casts.useless({tuple(rule - count for rule in hit if rule >= count) for hit in hits})
+    names = examples(sides.wanted)
+    useless = routes.useless({tuple(rule for rule in hit if rule < count) for hit in hits}, names=names)
+    useless += casts.useless({tuple(rule - count for rule in hit if rule >= count) for hit in hits}, names=names)
     boxes = Boxes.of(rows, dims=sides.sources.boxes.start.shape[1])
     return Ruled(boxes, table[:, 0], table[:, 1], tuple(permits), tuple(useless))
 

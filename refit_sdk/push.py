@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from attrs import define, evolve, field, frozen
 
 from refit_sdk.messages import Done, EngineDone, Outcome, Verdict
+from refit_sdk.raising import to_do
 from refit_sdk.states import PushState
 
 
@@ -100,6 +101,7 @@ class PushRound:
         self.source_lost = False
         self._source_done: dict[int, Done] = {}
         self._gone: set[int] = set()
+        self._dropped: set[int] = set()
 
     def name(self, link: int) -> str:
         """The names of a process's ranks in this push."""
@@ -126,10 +128,11 @@ class PushRound:
                 failed.append(part)
         return failed
 
-    def lost(self, link: int, cause: str) -> list[EnginePart]:
-        """Take word that a process is gone; the engines that it makes fail."""
+    def lost(self, link: int, cause: str, *, dropped: bool = False) -> list[EnginePart]:
+        """Take word that a process is gone; the engines that it makes fail. Nobody wants a `dropped` one back."""
         name = self.name(link)
         self._gone.add(link)
+        self._dropped |= {link} if dropped else set()
         self.source_lost = self.source_lost or link in self.sources
         hit = [part for part in self.parts.values() if link in self.sources or link in part.names]
         for part in hit:
@@ -212,25 +215,30 @@ class PushRound:
 
     def outcome(self, engine: str | None = None) -> Outcome:
         """What the ranks of a decided engine are told, of that engine alone; or, once it ended, the sources of all."""
-        verdicts = self._verdicts_of_all() if engine is None else {engine: self.verdicts[engine]}
+        verdicts = self.verdicts if engine is None else {engine: self.verdicts[engine]}
+        committed = self.committed if engine is None else verdicts[engine].state == PushState.COMPLETE
         return Outcome(
             push=self.number,
             version=self.version,
-            committed=self.committed if engine is None else verdicts[engine].state == PushState.COMPLETE,
+            committed=committed,
             engines=verdicts,
             failures=self.failures,
             ranks=self.ranks(None if engine is None else [engine]),
+            causes=() if committed else self._causes(engine),
         )
 
-    def _verdicts_of_all(self) -> dict[str, Verdict]:
-        """The verdicts; the last cause adds that fewer engines committed than the push requires, if so."""
-        found = self.verdicts
-        failed = [name for name, verdict in sorted(found.items()) if verdict.cause]
-        if failed and self.require > self._complete:
-            last = found[failed[-1]]
-            cause = f"{last.cause}; {self._complete} of {self.require} required engines committed"
-            found[failed[-1]] = Verdict(last.state, last.version, cause)
-        return found
+    def _causes(self, engine: str | None) -> tuple[str, ...]:
+        """What to say of a push that didn't commit: first causes, what was required, and what to do."""
+        parts = [part for _, part in sorted(self.parts.items()) if engine in (None, part.name)]
+        causes = list(dict.fromkeys(part.cause for part in parts if part.cause))
+        if engine is None and self.require > self._complete:
+            causes.append(f"{self._complete} of {self.require} required engines committed")
+        gone = [self.name(link) for link in sorted(self._gone - self._dropped) if self._concerns(link, engine)]
+        return (*causes, to_do(gone) if gone else "push again once that is mended")
+
+    def _concerns(self, link: int, engine: str | None) -> bool:
+        """Whether an engine (None: any) can't go on without this process."""
+        return engine is None or link in self.sources or link in self.parts[engine].names
 
     def ranks(self, only: Iterable[str] | None = None) -> dict[str, tuple[int, int]]:
         """(bytes sent, bytes arrived) by rank: of all, or of the ranks of some engines."""

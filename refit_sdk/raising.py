@@ -47,3 +47,12 @@ def causes_of(error: RefitError) -> tuple[str, ...]:
 def telling(engines: Mapping[str, str]) -> str:
     """What each engine is, in words."""
     return ", ".join(f"engine {name} is {state}" for name, state in sorted(engines.items())) or "no engine was touched"
+
+
+def to_do(gone: Iterable[str]) -> str:
+    """What to do after these ranks were lost.
+
+    >>> to_do(["a[1]", "source[0]"])
+    'start a[1], source[0] again, or call reform() on every survivor'
+    """
+    return f"start {', '.join(gone)} again, or call reform() on every survivor"

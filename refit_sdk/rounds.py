@@ -14,10 +14,12 @@ from collections.abc import Iterable
 from refit_sdk import manifest as wire
 from refit_sdk import messages
 from refit_sdk.agreement import Agreement
+from refit_sdk.excuses import Excuses
 from refit_sdk.gathering import Gathering
 from refit_sdk.membership import Membership
 from refit_sdk.messages import Fault, Linked, Message, Planned
 from refit_sdk.push import PushRound
+from refit_sdk.raising import to_do
 from refit_sdk.states import SESSION, SessionState, next_state
 
 Sent = list[tuple[int, Message]]
@@ -47,6 +49,7 @@ class Rounds(ABC):
         self._ends: float | None = now + deadline
         self._agreement: Agreement | None = None
         self._gathering = Gathering(self.membership)
+        self._excuses = Excuses(self.membership)
         self._standing: frozenset[int] = frozenset()
         self._changed = True
         self._fresh: set[str] = set()
@@ -136,7 +139,7 @@ class Rounds(ABC):
         return [f"{name}: {cause}" for name, cause in sorted(self.membership.gone.items())]
 
     def _fault_lost(self) -> None:
-        causes = [*self._causes_gone(), "call reform() on every survivor, or bring the ranks back"]
+        causes = [*self._causes_gone(), to_do(sorted(self.membership.gone))]
         self._fault("PushError", causes, failures=self.membership.gone)
 
     def _fault(

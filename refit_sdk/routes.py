@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from difflib import SequenceMatcher
 from fnmatch import translate
+from typing import Final
 
 from attrs import field, frozen
 
@@ -21,6 +23,9 @@ from refit_sdk.box import Box
 from refit_sdk.tensor import merge_indices
 
 Members = tuple[Box, ...]
+
+LIKE: Final = 0.6
+"""How like a name must be to what a pattern says to be shown as the nearest."""
 
 
 @frozen
@@ -77,6 +82,39 @@ def _matching(patterns: Sequence[Pattern], name: str) -> tuple[int, ...]:
     return tuple(number for number, pattern in enumerate(patterns) if pattern.matches(name))
 
 
+def nearest(pattern: str, names: Iterable[str]) -> str | None:
+    """The name that a pattern which matches none of them may have meant, or None where none is near.
+
+    What isn't a wildcard is compared with the part of each name that is most like it; of names that differ in numbers
+    only, the first is.
+
+    >>> nearest("visua.*", ["norm.weight", "visual.blocks.0.w"]), nearest("*.q_porj.*", ["norm", "l.q_proj.w"])
+    ('visual.blocks.0.w', 'l.q_proj.w')
+    """
+    text = re.sub(r"\[.*?\]|[*?]", "", pattern)
+    kinds = {re.sub(r"\d+", "0", name): name for name in sorted(names, reverse=True)}
+    best = max(kinds, key=lambda kind: _likeness(text, kind), default="")
+    return kinds[best] if best and _likeness(text, best) >= LIKE else None
+
+
+def meant(pattern: str, names: Iterable[str]) -> str:
+    """The nearest name as the end of a message, or nothing.
+
+    >>> meant("*.q_porj.*", ["l.q_proj.w"]), meant("*.q_porj.*", ["norm"])
+    ('; the nearest name is l.q_proj.w', '')
+    """
+    near = nearest(pattern, names)
+    return f"; the nearest name is {near}" if near else ""
+
+
+def _likeness(text: str, name: str) -> float:
+    """How like a text is to the part of a name that is most like it, from 0 to 1."""
+    match = SequenceMatcher(None, name, text, autojunk=False)
+    first = next((block.a - block.b for block in match.get_matching_blocks() if block.size), 0)
+    part = name[max(0, first) : max(0, first) + len(text)]
+    return SequenceMatcher(None, part, text, autojunk=False).ratio()
+
+
 @frozen
 class Rules:
     """An ordered list of rules of one kind ("route", "cast", "ignore"), with what each leads to.
@@ -101,15 +139,16 @@ class Rules:
         value = f" → {self.values[number]!r}" if self.values else ""
         return f"{self.kind} {self.texts[number]!r}{value}"
 
-    def useless(self, hits: Iterable[tuple[int, ...]]) -> list[str]:
-        """Violations: rules that are in none of the hits, or first in none."""
+    def useless(self, hits: Iterable[tuple[int, ...]], *, names: Iterable[str] = ()) -> list[str]:
+        """Violations: rules that are in none of the hits, or first in none. `names` may be what a rule meant."""
         matched: set[int] = set()
         taking: set[int] = set()
         for rules in set(hits):
             matched.update(rules)
             taking.update(self._takers(rules))
+        known = tuple(names)
         return [
-            f"{self.label(number)} matches no tensor"
+            f"{self.label(number)} matches no tensor{meant(self.texts[number], known)}"
             if number not in matched
             else f"{self.label(number)} can never match: earlier rules take every tensor that it matches"
             for number in range(len(self.texts))

@@ -6,11 +6,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 from refit_sdk import manifest as wire
-from refit_sdk.adapter import SourceAdapter, TargetAdapter
+from refit_sdk.adapter import Fragment, SourceAdapter, TargetAdapter
 from refit_sdk.agreement import Sums
 from refit_sdk.aliases import TiedCheck
 from refit_sdk.bits import host_bits
@@ -20,6 +20,7 @@ from refit_sdk.fold import fold
 from refit_sdk.messages import Claim
 from refit_sdk.overlap import subtract
 from refit_sdk.plan import Plan
+from refit_sdk.routes import Pattern, nearest
 from refit_sdk.verify import combine, digest
 from refit_sdk.views import Views, check_storage
 
@@ -32,32 +33,48 @@ class Held:
         claim: Claim,
         adapter: SourceAdapter | TargetAdapter,
         *,
-        frozen: Callable[[str], bool] = lambda name: False,
+        frozen: Iterable[str] = (),
     ) -> None:
-        """`frozen` says which tensors pushes leave alone."""
+        """`frozen` are patterns of tensors that pushes leave alone."""
         self.claim = claim
-        self._frozen = frozen
+        self._patterns = [Pattern(text) for text in frozen]
         self._adapter = adapter
-        self._sent: bytes | None = None
         self._identity: Hashable = None
         self._describe()
-        self._sent = self.body
+        self._sent: bytes | None = self.body
 
     def _describe(self) -> None:
         described = self._adapter.describe()
-        fragments = [fragment for fragment in described if not self._frozen(fragment.name)]
-        self._left_alone = {fragment.name for fragment in described if self._frozen(fragment.name)}
-        if self._left_alone and getattr(self._adapter, "needs_all", False):
+        left_alone = {fragment.name for fragment in described if self._is_frozen(fragment.name)}
+        fragments = [fragment for fragment in described if fragment.name not in left_alone]
+        if left_alone and getattr(self._adapter, "needs_all", False):
             raise LayoutError(
-                f"{self.claim} can't leave {', '.join(sorted(self._left_alone)[:4])} frozen: what it writes is made "
+                f"{self.claim} can't leave {', '.join(sorted(left_alone)[:4])} frozen: what it writes is made "
                 f"anew by every push, and would lack them; drop frozen=, or leave them out of what it takes"
             )
         if self.claim.side == "target":
             check_storage(fragments)
-        self.body = wire.encode(fold(fragments))
-        self.views = Views(fragments)
+        body, views, identity = wire.encode(fold(fragments)), Views(fragments), self._adapter.identity()
+        self.body, self.views, self._identity = body, views, identity
+        self._left_alone = left_alone
         self._shapes = {name: f.shape for f in fragments for name in (f.name, *f.aliases)}
-        self._identity = self._adapter.identity()
+        self.frozen = self._frozen_by_pattern(described)
+
+    def _is_frozen(self, name: str) -> bool:
+        return any(pattern.matches(name) for pattern in self._patterns)
+
+    def _frozen_by_pattern(self, described: Iterable[Fragment]) -> dict[str, str | None]:
+        """Each pattern of frozen tensors: None if it matches something that is here, else the nearest name that is."""
+        if not self._patterns:
+            return {}
+        aliases = {alias: fragment.name for fragment in described for alias in fragment.aliases}
+        names = {*(fragment.name for fragment in described), *getattr(self._adapter, "uncovered", ())}
+        found: dict[str, str | None] = {}
+        for pattern in self._patterns:
+            tied = next((name for alias, name in aliases.items() if pattern.matches(alias)), None)
+            matches = any(map(pattern.matches, names))
+            found[pattern.text] = None if matches else tied or nearest(pattern.text, names) or ""
+        return found
 
     @property
     def uncovered(self) -> tuple[str, ...]:

@@ -6,121 +6,18 @@ import re
 from typing import Any
 
 import pytest
-from attrs import define, field
+from talk import EVERYBODY, FINE, WROTE, Talk, joined
 
-from refit_sdk import __version__, messages
-from refit_sdk import manifest as wire
-from refit_sdk.coordinator import Coordinator
+from refit_sdk import messages
+from refit_sdk.coordinator import LONGER
 from refit_sdk.errors import RendezvousError
-from refit_sdk.messages import Claim, Done, EngineDone, Hello, Linked, Message, Planned, Ready
+from refit_sdk.messages import Claim, Done, EngineDone, Linked, Planned, Ready
 from refit_sdk.states import SessionState
-from refit_sdk.world import Manifest
-
-EMPTY = wire.encode(Manifest(()))
-NAMES = {"source[0]": ("source", "", 0, 2), "source[1]": ("source", "", 1, 2)}
-NAMES |= {"a[0]": ("target", "a", 0, 2), "a[1]": ("target", "a", 1, 2), "b[0]": ("target", "b", 0, 1)}
-FINE, WROTE = EngineDone(1, 1), EngineDone(1, 1, "it failed", mutated=True)
-
-
-def hello(name: str, **about: Any) -> Hello:
-    source = name.startswith("source")
-    said: dict[str, Any] = {
-        "sdk": __version__,
-        "claims": (Claim(*NAMES[name]),),
-        "manifests": (EMPTY,),
-        "settings": "{}" if source else None,
-        "plugins": {"gloo": "1"},
-        "engines": None,
-        "pid": 7,
-        "host": "here",
-    }
-    return Hello(**{**said, **about})
-
-
-@define
-class Talk:
-    """A coordinator, and what it said to each rank. Ranks are links by name; a new process gets a new link."""
-
-    hub: Coordinator = field(
-        factory=lambda: Coordinator(engines=("a", "b"), deadline=10.0, heartbeat=2.0, now=0.0, hosted_by="source[0]")
-    )
-    links: dict[str, int] = field(factory=dict)
-    heard: dict[str, list[Message]] = field(factory=dict)
-    now: float = 0.0
-
-    def take(self, sent: list[tuple[int, Message]]) -> None:
-        names = {link: name for name, link in self.links.items()}
-        for link, message in sent:
-            self.heard[names[link]].append(message)
-
-    def up(self, name: str, message: Any) -> None:
-        self.take(self.hub.receive(self.links[name], message, now=self.now))
-
-    def enter(self, name: str, **about: Any) -> Message:
-        """A new process says hello; the answer."""
-        self.links[name] = max(self.links.values(), default=0) + 1
-        self.heard[name] = []
-        self.up(name, hello(name, **about))
-        return self.heard[name][0]
-
-    def lose(self, name: str, cause: str = "it is gone") -> None:
-        self.take(self.hub.lost(self.links[name], cause, now=self.now))
-
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
-        self.take(self.hub.tick(now=self.now))
-
-    def last(self, name: str) -> Any:
-        return self.heard[name][-1]
-
-    def kinds(self, name: str) -> list[str]:
-        return [type(message).__name__ for message in self.heard[name]]
-
-    def form(self, *names: str) -> None:
-        """These ranks plan and connect the epoch that was called for."""
-        for name in names:
-            self.up(name, Planned(epoch=self.hub.epoch, input_digest="i", plan_digest="p"))
-        for name in names:
-            self.up(name, Linked(epoch=self.hub.epoch))
-
-    def word(self, *names: str) -> None:
-        """These ranks give their word for an epoch that stands."""
-        for name in names:
-            self.up(name, Linked(epoch=self.hub.epoch))
-
-    def ready(self, *names: str, kind: str = "push", version: int = 1, require: int = 0, word: bool = True) -> None:
-        """These ranks enter a push or a reform, and give their word if they are asked for it at once."""
-        for name in names:
-            own = version if name.startswith("source") and kind == "push" else None
-            self.up(name, Ready(kind=kind, manifests=(None,), version=own, require=require))  # type: ignore[arg-type]
-        if word:
-            self.word(*(name for name in names if isinstance(self.last(name), messages.Link)))
-
-    def done(self, said: EngineDone, *names: str) -> None:
-        assert self.hub.push is not None
-        number, engines = self.hub.push.number, list(self.hub.push.parts)
-        for name in names:
-            mine = engines if name.startswith("source") else [name[0]]
-            self.up(name, Done(push=number, engines=dict.fromkeys(mine, said)))
-
-    def push(self, version: int, *names: str, said: EngineDone = FINE) -> None:
-        """A whole push of an epoch that stands."""
-        self.ready(*names, version=version)
-        self.done(said, *names)
-
-
-EVERYBODY = tuple(NAMES)
 
 
 @pytest.fixture
 def talk() -> Talk:
-    """Everybody has joined; nothing was pushed."""
-    made = Talk()
-    for name in EVERYBODY:
-        made.enter(name)
-    made.form(*EVERYBODY)
-    assert made.hub.state is SessionState.IDLE
-    return made
+    return joined()
 
 
 @pytest.mark.parametrize(
@@ -163,7 +60,7 @@ def test_the_deadline_of_joining_names_who_is_missing() -> None:
     talk.enter("a[1]")
     talk.wait(10)
     fault = talk.last("source[0]")
-    assert fault.causes == ("source[1], a[0], any rank of b didn't join in 10 s",)
+    assert fault.causes == ("source[1], a[0], any rank of b didn't join in 10 s", LONGER)
     assert talk.hub.state is SessionState.CLOSED
     assert isinstance(talk.enter("b[0]"), messages.Refused)
 
@@ -246,13 +143,13 @@ def test_who_does_not_give_its_word_is_named_at_the_deadline(talk: Talk) -> None
     talk.ready(*EVERYBODY, word=False)
     talk.word(*EVERYBODY[1:])
     talk.wait(10)
-    assert talk.last("b[0]").causes == ("source[0] didn't connect in 10 s",)
+    assert talk.last("b[0]").causes == ("source[0] didn't connect in 10 s", LONGER)
 
 
 def test_who_does_not_call_push_is_named_at_the_deadline(talk: Talk) -> None:
     talk.ready("source[0]", "a[0]", "b[0]")
     talk.wait(10)
-    assert talk.last("b[0]").causes == ("source[1], a[1] didn't call push() or receive() in 10 s",)
+    assert talk.last("b[0]").causes == ("source[1], a[1] didn't call push() or receive() in 10 s", LONGER)
     assert set(talk.last("b[0]").failures) == {"source[1]", "a[1]"}
 
 
@@ -369,7 +266,8 @@ def test_a_reform_without_a_whole_engine_waits_for_one(talk: Talk) -> None:
     talk.lose("a[1]")
     talk.lose("b[0]")
     talk.ready("source[0]", "source[1]", "a[0]", kind="reform")
-    for name in ("source[0]", "source[1]", "a[0]"):
+    assert talk.last("a[0]") == messages.Formed(epoch=1, waiting=True, lacks=("a[1]",))
+    for name in ("source[0]", "source[1]"):
         assert talk.last(name) == messages.Formed(epoch=1, waiting=True)
     talk.enter("b[0]")
     talk.ready("b[0]", "source[0]", "source[1]", version=2)
@@ -401,7 +299,7 @@ def test_a_push_waits_for_a_whole_engine_if_it_has_no_other_and_names_who_is_lat
     talk.enter("a[1]")
     talk.ready("source[0]", "source[1]", "a[0]")
     talk.wait(10)
-    assert talk.last("source[0]").causes == ("a[1] didn't call push() or receive() in 10 s",)
+    assert talk.last("source[0]").causes == ("a[1] didn't call push() or receive() in 10 s", LONGER)
     assert set(talk.last("source[0]").failures) == {"a[1]"}
 
 
@@ -430,8 +328,12 @@ def test_a_target_hears_of_its_own_engine_and_the_sources_of_all_that_were_requi
     assert talk.last("b[0]").committed
     assert not talk.last("a[0]").committed
     assert not talk.last("source[0]").committed
-    cause = "a[0]: no kernel; 1 of 2 required engines committed"
-    assert talk.last("source[0]").engines["a"].cause == cause
+    outcome = talk.last("source[0]")
+    assert (outcome.engines["a"].cause, outcome.engines["b"].cause) == ("a[0]: no kernel", "")
+    assert outcome.failures == {"a[0]": "no kernel"}
+    assert outcome.causes[:2] == ("a[0]: no kernel", "1 of 2 required engines committed")
+    assert talk.last("a[0]").causes == ("a[0]: no kernel", "push again once that is mended")
+    assert talk.last("b[0]").causes == ()
 
 
 def test_the_only_engine_hears_of_itself(talk: Talk) -> None:

@@ -3,7 +3,9 @@ engine is said to be complete that is not."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
+from typing import Literal
 
 import pytest
 from attrs import define, field
@@ -14,7 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from refit_sdk import __version__, messages
 from refit_sdk import manifest as wire
 from refit_sdk.coordinator import Coordinator
-from refit_sdk.messages import Claim, Done, EngineDone, Hello, Linked, Message, Planned, Ready
+from refit_sdk.errors import RendezvousError
+from refit_sdk.messages import Claim, Done, EngineDone, Hello, Linked, Message, Planned, Ready, Unable, Unready
 from refit_sdk.states import ENGINE, SESSION, EngineState, PushState, SessionState, next_state
 from refit_sdk.world import Manifest
 
@@ -182,6 +185,24 @@ class Rendezvous(RuleBasedStateMachine):
             self.finish(process, ok=ok, mutated=mutated)
         self.hear_all()
 
+    @rule(data=st.data(), kind=st.sampled_from(["push", "push", "reform"]))
+    def excuse(self, data: st.DataObject, kind: Literal["push", "reform"]) -> None:
+        """A process can't enter what it was called to, and goes on."""
+        process = self.some(data, "idle")
+        if process is not None:
+            version = (self.hub.version or 0) + 1 if process.is_source and kind == "push" else None
+            self.up(process, Unready(kind=kind, cause="it isn't ready", version=version))
+
+    @precondition(lambda self: self.hub.state is SessionState.JOINING)
+    @rule(data=st.data(), really=st.sampled_from([False] * 9 + [True]))
+    def unable(self, data: st.DataObject, really: bool) -> None:
+        """A process can't even ask for its seats."""
+        process = self.some(data, "new")
+        if process is not None and really:
+            process.doing = "joining"
+            self.up(process, Unable(claims=process.claims, reason="no adapter accepts a Foo"))
+            assert self.hub.state is SessionState.CLOSED
+
     @rule(data=st.data())
     def replace(self, data: st.DataObject) -> None:
         """A process dies, and another takes its seats."""
@@ -231,12 +252,16 @@ class Rendezvous(RuleBasedStateMachine):
         self.post(self.hub.tick(now=self.now))
 
     @precondition(lambda self: self.hub.state is not SessionState.CLOSED)
-    @rule(name=st.sampled_from("ab"), verb=st.sampled_from(["pause", "resume"]))
+    @rule(name=st.sampled_from("ab"), verb=st.sampled_from(["pause", "resume", "admit"]))
     def control(self, name: str, verb: str) -> None:
-        needed = EngineState.READY if verb == "pause" else EngineState.PAUSED
-        engine = self.hub.membership.engines.get(name)
-        if engine is not None and engine.state is needed and self.hub.state is SessionState.IDLE:
+        with contextlib.suppress(RendezvousError):
             self.post(getattr(self.hub, verb)(name))
+
+    @precondition(lambda self: self.hub.state is not SessionState.CLOSED)
+    @rule(name=st.sampled_from("ab"), really=st.sampled_from([False] * 4 + [True]))
+    def drop(self, name: str, really: bool) -> None:
+        with contextlib.suppress(RendezvousError):
+            self.post(self.hub.drop(name, "it burns", now=self.now) if really else [])
 
     def handle(self, process: Process) -> None:
         message = process.inbox.popleft()

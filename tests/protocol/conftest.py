@@ -1,0 +1,6 @@
+"""Makes the coordinator that tests talk with importable."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent))
