@@ -46,6 +46,9 @@ HANDSHAKE_SECONDS: Final = 10.0
 OPEN_TOKEN: Final = b"refit: no token was set"
 """What both ends prove to know where no token was set: it keeps strangers' protocols out, not strangers."""
 
+ANEW: Final = "close this session and make a new one"
+"""What to do where the rendezvous can't be heard any more."""
+
 
 @frozen
 class Address:
@@ -278,7 +281,7 @@ class Client:
 
     def _fail(self, reason: str) -> RefitError:
         with self._changed:
-            failure = self._failure = self._failure or RendezvousError(f"{self.host} is gone: {reason}")
+            failure = self._failure = self._failure or RendezvousError(f"{self.host} is gone: {reason}; {ANEW}")
             self._changed.notify_all()
         self._channel.close()
         return failure
@@ -339,7 +342,7 @@ class Client:
     def _answer(self, request: StoreAdd | StoreCheck | StoreDelete) -> int:
         reply = self._ask(request, self.heartbeat)
         if reply is None:
-            raise RendezvousError(f"{self.host} gave no answer to {request} in {self.heartbeat:g} s")
+            raise RendezvousError(f"{self.host} gave no answer to {request} in {self.heartbeat:g} s; {ANEW}")
         return reply.number
 
     def set(self, key: str, value: bytes) -> None:

@@ -46,7 +46,7 @@ class Coordinator(Steering):
             case Unable() if not known:
                 self._unable(link, message)
             case Ready() | Unready() if known and self.state is SessionState.CLOSED:
-                self._send(link, messages.Closed(reason="this session is over: make a new one", normal=False))
+                self._send(link, messages.Closed(reason="this session is over", normal=False))
             case Ready() if known:
                 self._take_ready(link, message)
             case Unready() if known:
@@ -384,7 +384,7 @@ class Coordinator(Steering):
             return
         silence = f"no word of the push in {self._deadline:g} s"
         for link in sorted(push.silent):
-            reason = f"{silence}, so this rank was given up: close this session and make a new one"
+            reason = f"{silence}, so this rank was given up"
             self._send(link, messages.Closed(reason=reason, normal=False))
             self._lose(link, silence, left=False)
 

@@ -51,7 +51,7 @@ class UnsupportedMoveError(RefitError):
 class PushError(RefitError):
     """A push that didn't deliver. `failures` maps a rank's name to its cause, `engines` an engine's name to its state.
 
-    The states are those of `refit_sdk.states.EngineState`: untouched, complete, in doubt, torn.
+    The states are those of `refit_sdk.states.PushState`: untouched, complete, in doubt, torn.
     """
 
     def __init__(self, message: str, *, failures: Mapping[str, str], engines: Mapping[str, str]) -> None:

@@ -105,7 +105,7 @@ def check_place(name: str, shape: tuple[int, ...], box: Box, dtype: str, granule
     refit_sdk.errors.LayoutError: 'w' claims [2:5], which isn't a region of its shape (4,)
     """
     if box.ndim != len(shape) or any(stop > extent for stop, extent in zip(box.stop, shape, strict=True)):
-        raise LayoutError(f"{name!r} claims {box}, which isn't a region of its shape {shape}")
+        raise LayoutError(f"{name!r} claims {box}, which isn't a region of its shape {shape}; give a box inside it")
     if dtype not in ITEMSIZE:
         raise LayoutError(f"{name!r} has dtype {dtype!r}; known are {', '.join(sorted(ITEMSIZE))}")
     if Box.whole(shape).size * itemsize(dtype) > MAX_BYTES:

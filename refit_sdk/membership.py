@@ -108,7 +108,9 @@ class Membership:
     def admit(self, link: int, hello: Hello) -> Member:
         """Seat a process. `RendezvousError` (nothing changed) if it can't have what it claims."""
         if not hello.claims or len(hello.claims) != len(hello.manifests):
-            raise RendezvousError(f"{len(hello.claims)} seats were claimed with {len(hello.manifests)} manifests")
+            raise RendezvousError(
+                f"{len(hello.claims)} seats were claimed with {len(hello.manifests)} manifests: one each"
+            )
         for claim in hello.claims:
             self._check(claim)
         self._check_engines(hello)
@@ -386,7 +388,7 @@ def _useless(engine: str, pattern: str, near: str | None) -> str:
 def _check_name(claim: Claim) -> None:
     if claim.side == "source":
         if claim.engine:
-            raise RendezvousError(f"a source rank claims a seat of engine {claim.engine!r}: sources have no engine")
+            raise RendezvousError(f"a source rank claims a seat of engine {claim.engine!r}: leave engine= out")
     elif claim.engine == "source" or not ENGINE_NAME.fullmatch(claim.engine):
         raise RendezvousError(
             f"an engine can't be called {claim.engine!r}: use letters, digits, '_', '.', ':' and '-', and not 'source'"

@@ -20,7 +20,7 @@ from refit_sdk import manifest as wire
 from refit_sdk.adapter import Observer
 from refit_sdk.agreement import Sums
 from refit_sdk.confirming import Install, done_of, install
-from refit_sdk.control import Client
+from refit_sdk.control import ANEW, Client
 from refit_sdk.errors import PushError, RefitError, RendezvousError, SessionClosed
 from refit_sdk.executor import Moved
 from refit_sdk.fabric import Fabric, FabricError
@@ -159,17 +159,15 @@ class Participant:
             message = self._client.next(self._deadline * GRACE if bounded else None)
             match message:
                 case None:
-                    raise RendezvousError(
-                        f"{self._client.host} gave no answer in {self._deadline * GRACE:g} s: "
-                        "close this session and make a new one"
-                    )
+                    seconds = self._deadline * GRACE
+                    raise RendezvousError(f"{self._client.host} gave no answer in {seconds:g} s; {ANEW}")
                 case messages.Drop():
                     continue
                 case messages.Closed(reason=reason, normal=True):
                     self._closed = SessionClosed(reason)
                     raise self._closed
                 case messages.Closed(reason=reason):
-                    raise RendezvousError(reason)
+                    raise RendezvousError(f"{reason}; {ANEW}")
                 case _:
                     return message
 

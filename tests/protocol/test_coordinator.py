@@ -35,7 +35,7 @@ def talk() -> Talk:
         ("source[1]", {"manifests": ()}, "1 seats were claimed with 0 manifests"),
         ("source[1]", {"claims": (), "manifests": ()}, "0 seats"),
         ("a[1]", {"claims": (Claim("target", "z", 0, 1),)}, "not of an engine that is waited for"),
-        ("source[1]", {"claims": (Claim("source", "a", 1, 2),)}, "sources have no engine"),
+        ("source[1]", {"claims": (Claim("source", "a", 1, 2),)}, "a source rank claims a seat of engine 'a'"),
         ("a[1]", {"claims": (Claim("target", "", 1, 2),)}, "can't be called ''"),
         ("a[1]", {"claims": (Claim("target", "source", 1, 2),)}, "can't be called 'source'"),
         ("a[1]", {"claims": (Claim("target", "a+b", 1, 2),)}, r"can't be called 'a\+b'"),
