@@ -149,7 +149,7 @@ class Coordinator(Steering):
         if kind == "reform":
             return set() if settled else same
         mates = self._excuses.mates(link) & same
-        if settled or gathering.is_reform:
+        if settled:
             return mates
         awaited = self.membership.is_source(link) or (gathering.sources and self._excuses.is_awaited(link))
         return same if awaited else mates

@@ -177,6 +177,38 @@ def test_a_reform_does_not_care_for_a_push_that_failed(talk: Talk) -> None:
     assert talk.last("source[0]") == messages.Formed(epoch=2)
 
 
+@pytest.mark.parametrize("kind", ["push", "reform"])
+def test_a_push_that_failed_fails_no_reform_nor_the_other_way_round(talk: Talk, kind: str) -> None:
+    excuse(talk, "source[1]", kind=kind)
+    others = [name for name in EVERYBODY if name != "source[1]"]
+    talk.ready(*others, kind="reform" if kind == "push" else "push")
+    assert not [name for name in others if hears(talk, name, "source[1]")]
+
+
+def test_nobody_in_a_reform_that_forms_hears_of_a_late_rank(talk: Talk) -> None:
+    talk.lose("a[1]")
+    others = ("source[0]", "source[1]", "a[0]", "b[0]")
+    talk.ready(*others, kind="reform")
+    talk.enter("a[1]")
+    excuse(talk, "a[1]", kind="reform")
+    assert not [name for name in others if hears(talk, name, "a[1]")]
+    talk.form("source[0]", "source[1]", "b[0]")
+    assert talk.last("b[0]") == messages.Formed(epoch=2)
+
+
+def test_nobody_in_a_push_that_forms_hears_of_a_late_source(talk: Talk) -> None:
+    talk.lose("source[1]")
+    others = ("source[0]", *TARGETS)
+    talk.ready(*others, kind="reform")
+    talk.form(*others)
+    talk.ready(*others, word=False)
+    talk.enter("source[1]")
+    excuse(talk, "source[1]")
+    talk.word(*others)
+    talk.done(FINE, *others)
+    assert talk.last("b[0]").committed
+
+
 def test_without_a_source_the_session_stays_broken(talk: Talk) -> None:
     talk.lose("source[1]")
     talk.ready("source[0]", "a[0]", kind="reform")
@@ -185,13 +217,12 @@ def test_without_a_source_the_session_stays_broken(talk: Talk) -> None:
 
 
 def test_an_excuse_ends_with_its_process(talk: Talk) -> None:
-    excuse(talk, "b[0]")
+    excuse(talk, "b[0]", kind="reform")
     talk.lose("b[0]")
-    talk.enter("b[0]")
-    talk.ready(*EVERYBODY)
-    talk.form(*EVERYBODY)
-    talk.done(FINE, *EVERYBODY)
-    assert talk.last("source[0]").committed
+    others = EVERYBODY[:-1]
+    talk.ready(*others, kind="reform")
+    talk.form(*others)
+    assert talk.last("a[1]") == messages.Formed(epoch=2)
 
 
 def test_a_session_that_is_over_says_so_to_the_excused_too(talk: Talk) -> None:

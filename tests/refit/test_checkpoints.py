@@ -526,7 +526,9 @@ def test_every_tensor_is_aligned_to_its_elements(tmp_path: Path) -> None:
 def test_nothing_of_an_export_may_be_frozen(tmp_path: Path) -> None:
     export = Export(directory=tmp_path / "out", tensors={"w": Wanted((2,), "float32")})
     with pytest.raises(LayoutError, match=r"can't leave w frozen"):
-        RefitSession.target(export, engine="e", rendezvous="tcp://127.0.0.1:1", rank=0, size=1, frozen=["w"], deadline=1)
+        RefitSession.target(
+            export, engine="e", rendezvous="tcp://127.0.0.1:1", rank=0, size=1, frozen=["w"], deadline=1
+        )
     gc.collect()
     assert list(tmp_path.iterdir()) == []
 

@@ -235,17 +235,18 @@ def test_a_plain_module_refuses_its_forward_only_while_torn(stage: str, state: s
         assert crew.ask("b[0]", "serves").value == ""
 
 
-@pytest.mark.parametrize("require", ["all", 1])
+@pytest.mark.parametrize("require", ["all", 2, 1])
 def test_an_engine_whose_install_raises_is_torn_and_the_other_commits(require: object) -> None:
     made = [evolve(p, breaks="no kernel for this shape") if p.engine == "c" else p for p in replicas("b", "c")]
     with cast(made) as crew:
         heard = crew.push(1, require=require)
         raised = {name: told.raised for name, told in heard.items()}
-        sources = "PushError" if require == "all" else ""
+        sources = "" if require == 1 else "PushError"
         assert raised == {"source[0]": sources, "source[1]": sources, "b[0]": "", "c[0]": "PushError"}
         for told in (heard["source[0]"], heard["source[1]"]):
             assert told.engines == {"b": "complete", "c": "torn"}
             assert require == 1 or "no kernel for this shape" in told.text
+            assert ("1 of 2 required engines committed" in told.text) == (require == 2)
         assert "no kernel for this shape" in heard["c[0]"].text
         assert heard["c[0]"].fenced
         assert (heard["b[0]"].content, heard["b[0]"].fenced) == ("1", None)

@@ -99,7 +99,8 @@ def test_a_new_process_takes_the_lost_seat(reforms: bool) -> None:
         crew.ranks["a[1]"].kill()
         if reforms:
             assert raised(reform(crew, but=["a[1]"])) == {""}
-            assert crew.ask("a[0]", "counts").fenced
+            fenced = str(crew.ask("a[0]", "counts").fenced)
+            assert "its engine lacks a[1]: it serves from the first push after that came back" in fenced
             assert exact(crew.push(2, but=["a[0]", "a[1]"]), 2)
         told = crew.add(made[3])
         assert (told.content, bool(told.fenced)) == ("poison", True)
