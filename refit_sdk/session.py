@@ -132,8 +132,8 @@ class RefitSession:
         deadline: float = DEADLINE,
         heartbeat: float = HEARTBEAT,
     ) -> Self:
-        """Join with a rank of an engine that generates. `frozen` are patterns of tensors that pushes leave alone; each has to
-        match something on a rank of the engine. `settings`, where given, must be the sources'.
+        """Join with a rank of an engine that generates. `frozen` are patterns of tensors that pushes leave alone;
+        each has to match something on a rank of the engine. `settings`, where given, must be the sources'.
         """
         place = Place(
             side="target",
