@@ -327,6 +327,7 @@ class Coordinator(Steering):
         self._changed = True
         if self.state is SessionState.CLOSED or (dropped and not source and self.state is SessionState.JOINING):
             return
+        advice = "push again, without it" if dropped else to_do([member.name])
         if source and not self.membership.sources and self.push is None:
             self._close(f"all sources have closed: {member.name}: {cause}", normal=left)
         elif self.push is not None:
@@ -337,21 +338,21 @@ class Coordinator(Steering):
         elif source and left and self.state in (SessionState.IDLE, SessionState.BROKEN):
             self._happen("source lost")
         elif source or in_epoch or self.state is SessionState.JOINING:
-            self._fault_gone(member.name, cause, event="source lost" if source else "fault")
+            self._fault_gone(member.name, cause, event="source lost" if source else "fault", advice=advice)
         else:
-            self._engine_lost(engines, member.name, cause)
+            self._engine_lost(engines, member.name, cause, advice=advice)
 
-    def _fault_gone(self, name: str, cause: str, *, event: str) -> None:
+    def _fault_gone(self, name: str, cause: str, *, event: str, advice: str) -> None:
         joining = self.state is SessionState.JOINING
-        advice = "joining has failed: start every rank again" if joining else to_do([name])
+        advice = "joining has failed: start every rank again" if joining else advice
         causes = (f"{name}: {cause}", advice)
         self._fault("PushError", causes, failures={name: cause}, event="fault" if joining else event)
 
-    def _engine_lost(self, engines: list[Engine], name: str, cause: str) -> None:
+    def _engine_lost(self, engines: list[Engine], name: str, cause: str, *, advice: str) -> None:
         links = self._gathering.take({link for engine in engines for link in engine.links.values()})
         fault = Fault(
             error="PushError",
-            causes=(f"{name}: {cause}", to_do([name])),
+            causes=(f"{name}: {cause}", advice),
             failures={name: cause},
             engines=self.membership.verdicts(),
         )

@@ -35,8 +35,9 @@ class Steering(Admission):
         """Take an engine out: its ranks' sessions are closed, and neither joining nor pushes wait for it any more."""
         self._now = now
         found = self.membership.find(engine)
-        for link in sorted(set(found.links.values())) if found is not None else ():
-            self._send(link, messages.Closed(reason=f"engine {engine} was dropped: {reason}", normal=False))
+        links = sorted(set(found.links.values())) if found is not None else []
+        self._tell(links, messages.Closed(reason=f"engine {engine} was dropped: {reason}", normal=False))
+        for link in links:
             self._lose(link, f"dropped: {reason}", left=False, dropped=True)
         self.membership.forget(engine)
         self._complete()

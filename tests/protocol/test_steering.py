@@ -153,6 +153,16 @@ def test_nobody_is_asked_to_bring_back_what_was_dropped(talk: Talk) -> None:
     assert causes == ("b[0]: dropped: it burns", "push again once that is mended")
 
 
+def test_before_a_push_moves_those_of_a_dropped_engine_hear_that_first_and_the_others_push_again(talk: Talk) -> None:
+    talk.ready(*EVERYBODY, word=False)
+    talk.take(talk.hub.drop("a", "it burns", now=0.0))
+    assert talk.last("b[0]").causes == ("a[0]: dropped: it burns", "push again, without it")
+    assert next(kind for kind in talk.kinds("a[1]") if kind in ("Closed", "Fault")) == "Closed"
+    talk.ready("b[0]", "source[0]", "source[1]")
+    talk.form("b[0]", "source[0]", "source[1]")
+    assert talk.last("b[0]").engines == ("b",)
+
+
 def test_a_lost_rank_is_named_with_what_to_do(talk: Talk) -> None:
     talk.ready(*EVERYBODY)
     assert talk.hub.push is not None
