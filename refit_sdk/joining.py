@@ -201,13 +201,12 @@ def serve(
     deadline: float,
     heartbeat: float,
     hosted_by: str,
-    coordinator: type[Coordinator] = Coordinator,
 ) -> Hub:
     """Host a rendezvous on a bound socket."""
-    mind = coordinator(
+    coordinator = Coordinator(
         engines=engines, deadline=deadline, heartbeat=heartbeat, now=time.monotonic(), hosted_by=hosted_by
     )
-    return Hub(listener, token=token, coordinator=mind, heartbeat=heartbeat)
+    return Hub(listener, token=token, coordinator=coordinator, heartbeat=heartbeat)
 
 
 def _fabric(plugins: Registry, fabric: str | Fabric) -> Fabric:

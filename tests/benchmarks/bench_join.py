@@ -42,9 +42,8 @@ from refit_sdk import __version__, messages
 from refit_sdk import manifest as wire
 from refit_sdk.control import OPEN_TOKEN, Address, Client, connect, listen
 from refit_sdk.coordinator import Coordinator
-from refit_sdk.joining import _Planner, serve
+from refit_sdk.hub import Hub
 from refit_sdk.messages import Claim, Form, Formed, Hello, Link, Planned, WorldGet
-from refit_sdk.plugins import registry
 from refit_sdk.rounds import Sent
 from refit_sdk.sharing import Sharing, this_host
 
@@ -161,18 +160,14 @@ def peak() -> int:
 def rendezvous(engines: int, pipe: Any) -> None:
     """The process that hosts."""
     listener = listen(Address("127.0.0.1", 0))
-    hub = serve(
-        listener, token=OPEN_TOKEN, engines=engines, deadline=PATIENCE, heartbeat=PATIENCE, hosted_by="the benchmark",
-        coordinator=Counting,
-    )  # fmt: skip
+    mind = Counting(engines=engines, deadline=PATIENCE, heartbeat=PATIENCE, now=time.monotonic())
+    hub = Hub(listener, token=OPEN_TOKEN, coordinator=mind, heartbeat=PATIENCE)
     before = peak()
     pipe.send(listener.getsockname()[1])
     pipe.recv()
-    found = hub.coordinator
-    assert isinstance(found, Counting)
     pipe.send({
-        "hub_cpu_s": time.process_time(), "hub_peak": peak(), "hub_idle": before, "served": found.served,
-        "reads": found.reads, "pieces": found.pieces, "world": len(found._world), "state": str(found.state),
+        "hub_cpu_s": time.process_time(), "hub_peak": peak(), "hub_idle": before, "served": mind.served,
+        "reads": mind.reads, "pieces": mind.pieces, "world": len(mind._world), "state": str(mind.state),
     })  # fmt: skip
     pipe.recv()
     hub.close("the benchmark is over", normal=True)
@@ -218,6 +213,9 @@ def opener(data: bytes, plan: bool, pipe: Any) -> None:
     world = wire.decode_world(data)
     found = {"open_s": time.monotonic() - begun, "open_cpu_s": time.process_time() - used, "open_peak": peak() - before}
     if plan:
+        from refit_sdk.joining import _Planner
+        from refit_sdk.plugins import registry
+
         planner = _Planner(registry())
         begun = time.monotonic()
         _, made = planner(world, "{}")
@@ -232,6 +230,7 @@ def measure(name: str, told: argparse.Namespace) -> dict[str, Any]:
     """Join one case; its figures."""
     case = CASES[name]
     context = get_context("forkserver")
+    context.set_forkserver_preload(["refit_sdk.hub", "refit_sdk.sharing", "refit_sdk.fold"])
     hub_pipe, hub = _start(context, rendezvous, case.engines.count)
     port = hub_pipe.recv()
     each = -(-case.size // told.processes)
