@@ -15,7 +15,7 @@ What is told, by case:
 - `hub`: processor seconds and peak memory of the rendezvous;
 - `rank`: seconds from the first message to the end of joining, median and last, among all that share this machine;
 - `alone`: processor seconds and peak memory of one rank that takes and opens the world, in a process of its own;
-- `plan`: seconds and peak memory of one rank that plans it.
+- `plan`: processor seconds and peak memory of one rank that plans it.
 """
 
 from __future__ import annotations
@@ -115,9 +115,10 @@ class Rank:
         self._client.send(Planned(epoch=form.epoch, input_digest=form.digest, plan_digest=form.digest))
 
     def _read(self, form: Form) -> bytes:
-        return self._sharing.read(
-            form, lambda start: self._client.piece(form.epoch, start, timeout=PATIENCE), seconds=PATIENCE
-        )
+        def ask(start: int) -> bytes:
+            return self._client.piece(form.epoch, start, timeout=PATIENCE)
+
+        return self._sharing.read(form, ask, seconds=PATIENCE)
 
     def finish(self) -> float:
         """Go on to the end of joining; the seconds that it all took."""
@@ -217,12 +218,12 @@ def opener(data: bytes, plan: bool, pipe: Any) -> None:
         from refit_sdk.plugins import registry
 
         planner = _Planner(registry())
-        begun = time.monotonic()
+        used = time.process_time()
         _, made = planner(world, "{}")
-        found |= {"plan_s": time.monotonic() - begun, "plan_peak": peak() - before, "steps": len(made.steps)}
-        begun = time.monotonic()
+        found |= {"plan_s": time.process_time() - used, "plan_peak": peak() - before, "steps": len(made.steps)}
+        used = time.process_time()
         made.program(0)
-        found["program_s"] = time.monotonic() - begun
+        found["program_s"] = time.process_time() - used
     pipe.send(found)
 
 
@@ -274,22 +275,18 @@ def _start(context: Any, target: Callable[..., None], *args: Any) -> tuple[Any, 
 
 def show(row: dict[str, Any]) -> None:
     """A case in words."""
-    kib, mib = 1 << 10, 1 << 20
+    mib = {name: value / (1 << 20) for name, value in row.items() if isinstance(value, int)}
     print(
-        f"{row['case']}: {row['ranks']} ranks on {row['hosts']} hosts, joined in {row['wall_s']:.1f} s ({row['state']})"
+        f"{row['case']}: {row['ranks']} ranks on {row['hosts']} hosts joined in {row['wall_s']:.1f} s ({row['state']})"
     )
-    print(f"  manifest  largest {row['largest'] / kib:.1f} KiB, all {row['posted'] / mib:.1f} MiB")
-    print(f"  world     {row['world'] / kib:.1f} KiB, read {row['reads']} times")
-    print(
-        f"  served    {row['served'] / mib:.1f} MiB in {row['pieces']} pieces, {row['served'] / row['world']:.0f} worlds"
-    )
-    print(
-        f"  hub       {row['hub_cpu_s']:.1f} CPU s, peak {row['hub_peak'] / mib:.0f} MiB (idle {row['hub_idle'] / mib:.0f})"
-    )
+    print(f"  manifest  largest {mib['largest'] * 1024:.1f} KiB, all {mib['posted']:.1f} MiB")
+    print(f"  world     {mib['world'] * 1024:.1f} KiB, read {row['reads']} times")
+    print(f"  served    {mib['served']:.1f} MiB in {row['pieces']} pieces: {row['served'] / row['world']:.0f} worlds")
+    print(f"  hub       {row['hub_cpu_s']:.1f} CPU s, peak {mib['hub_peak']:.0f} MiB (idle {mib['hub_idle']:.0f})")
     print(f"  rank      median {row['rank_s']:.1f} s, last {row['last_s']:.1f} s")
-    print(f"  alone     {row['open_cpu_s']:.2f} CPU s, peak {row['open_peak'] / mib:.0f} MiB to open the world")
+    print(f"  alone     {row['open_cpu_s']:.2f} CPU s, peak {mib['open_peak']:.0f} MiB to open the world")
     if "plan_s" in row:
-        print(f"  plan      {row['plan_s']:.1f} s, peak {row['plan_peak'] / mib:.0f} MiB, {row['steps']} steps")
+        print(f"  plan      {row['plan_s']:.1f} CPU s, peak {mib['plan_peak']:.0f} MiB, {row['steps']} steps")
 
 
 def main() -> None:
