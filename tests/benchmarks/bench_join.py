@@ -249,7 +249,7 @@ def measure(name: str, told: argparse.Namespace) -> dict[str, Any]:
     row = {"case": name, "ranks": case.size, "hosts": -(-case.size // told.per_host), "wall_s": wall, **hub_pipe.recv()}
     for pipe, _ in started:
         pipe.send("leave")
-    data = [pipe.recv() for pipe, _ in started][0]
+    data, *_ = [pipe.recv() for pipe, _ in started]
     hub_pipe.send("close")
     assert {found["world_digest"] for found in joined} == {wire.digest(data)}
     for _, process in (*started, (None, hub)):
