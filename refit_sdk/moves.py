@@ -26,7 +26,7 @@ from refit_sdk.pieces import Family, Pieces
 from refit_sdk.settings import Settings
 from refit_sdk.topology import Topology
 from refit_sdk.transport import Capabilities, Ints, Moves, Steps, Transport
-from refit_sdk.windows import Sizes, StepTable, fit, total
+from refit_sdk.windows import Sizes, StepTable, fit
 
 
 @frozen
@@ -287,13 +287,22 @@ def _wrong(moves: Moves, steps: Steps) -> str:
     place = Boxes(steps.move * processes + steps.dst, steps.start, steps.stop)
     if len(steps) != len(np.unique(place.group)) and len(pairs(place, place)[0]) != len(steps):
         return "sends an element to a process twice"
-    arriving = total(place.group, place.volume)
     counts = np.diff(moves.need_start)
     due = np.repeat(np.arange(len(moves)), counts) * processes + moves.need
-    arriving = np.concatenate((arriving, np.zeros(max(0, int(due.max(initial=-1)) + 1 - len(arriving)), np.int64)))
-    if bool(np.any(arriving[due] != np.repeat(volume(moves.start, moves.stop), counts))):
+    if bool(np.any(_arriving(place, due) != np.repeat(volume(moves.start, moves.stop), counts))):
         return "doesn't bring all of a move to a process that needs it"
     return _wrong_order(moves, steps, place, processes)
+
+
+def _arriving(place: Boxes, due: Ints) -> Ints:
+    """The elements that arrive at each of the places that are due."""
+    keys, which = np.unique(due, return_inverse=True)
+    at = np.minimum(np.searchsorted(keys, place.group), max(len(keys) - 1, 0))
+    known = np.flatnonzero(keys[at] == place.group) if len(keys) else np.zeros(0, np.int64)
+    sums = np.zeros(len(keys), np.int64)
+    np.add.at(sums, at[known], place.volume[known])
+    found: Ints = sums[which.reshape(-1)]
+    return found
 
 
 def _wrong_order(moves: Moves, steps: Steps, place: Boxes, processes: int) -> str:
