@@ -78,7 +78,7 @@ class Admission(Rounds):
     def _complete(self) -> None:
         """Form the first epoch, if all who are waited for have joined."""
         names = sorted(self.membership.engines)
-        if self.state is SessionState.JOINING and not self.membership.missing() and not self._refuse_frozen(names):
+        if self.state is SessionState.JOINING and self.membership.is_complete and not self._refuse_frozen(names):
             self._happen("complete")
             self._form("join", names)
 

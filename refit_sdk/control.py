@@ -35,7 +35,20 @@ from attrs import frozen
 
 from refit_sdk import messages
 from refit_sdk.errors import RefitError, RendezvousError
-from refit_sdk.messages import Beat, Down, Message, StoreAdd, StoreCheck, StoreDelete, StoreGet, StoreReply, StoreSet
+from refit_sdk.messages import (
+    Beat,
+    Down,
+    Message,
+    StoreAdd,
+    StoreCheck,
+    StoreDelete,
+    StoreGet,
+    StoreReply,
+    StoreSet,
+    WorldGet,
+)  # fmt: skip
+
+_Request = StoreGet | StoreAdd | StoreCheck | StoreDelete | WorldGet
 
 MAX_BODY: Final = 1 << 28
 """Bytes of the largest control message that is read."""
@@ -325,7 +338,7 @@ class Client:
                 except OSError as error:
                     self._fail(f"the connection is closed ({error})")
 
-    def _ask(self, request: StoreGet | StoreAdd | StoreCheck | StoreDelete, seconds: float) -> StoreReply | None:
+    def _ask(self, request: _Request, seconds: float) -> StoreReply | None:
         with self._changed:
             self._replies[request.id] = None
         try:
@@ -363,6 +376,13 @@ class Client:
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all the keys are set."""
         return bool(self._answer(StoreCheck(id=next(self._ids), keys=tuple(keys))))
+
+    def piece(self, epoch: int, start: int, *, timeout: float) -> bytes:
+        """A piece of the epoch's world, from a byte on; empty if the rendezvous has it no more."""
+        reply = self._ask(WorldGet(id=next(self._ids), epoch=epoch, start=start), timeout)
+        if reply is None:
+            raise RendezvousError(f"{self.host} gave no piece of the world in {timeout:g} s")
+        return reply.value
 
     def delete(self, key: str) -> bool:
         """Remove a key; whether it was there."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from refit_sdk import manifest as wire
 from refit_sdk import messages
 from refit_sdk.agreement import Agreement, Sums
 from refit_sdk.errors import RefitError
@@ -57,6 +56,8 @@ class Coordinator(Steering):
                 self._fault(message.error, message.causes, failures={self._name(link): "; ".join(message.causes)})
             case Linked() if self._is_current(message.epoch):
                 self._linked(link, message)
+            case messages.WorldGet() if known:
+                self._piece(link, message)
             case Done() if self.push is not None and message.push == self.push.number and known:
                 self._drop(self.push.done(link, message))
                 self._advance()
@@ -105,12 +106,12 @@ class Coordinator(Steering):
         for index, body in enumerate(message.manifests):
             if body is not None:
                 try:
-                    wire.decode(body)
+                    manifest = self.membership.decoded(body)
                 except RefitError as error:
                     self._gathering.add(link, message)
                     self._fault("RendezvousError", (f"{member.name}: {error}",))
                     return
-                member.manifests[index] = body
+                member.manifests[index] = manifest
                 self._changed = True
         lost = self.membership.lost_beside(link)
         if message.kind == "push" and lost and not self.membership.is_source(link):

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from operator import lt
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +22,8 @@ from attrs import define, field, frozen
 
 from refit_sdk.aliases import Naming, manifests_of, member, resolve
 from refit_sdk.box import Box
-from refit_sdk.overlap import Boxes, atoms, disjoint, pad, subtract
+from refit_sdk.overlap import Boxes, atoms, disjoint, pad, spread, subtract
+from refit_sdk.tensor import Members
 from refit_sdk.transport import Ints
 from refit_sdk.world import Manifest, Part, Side, World
 
@@ -81,31 +81,53 @@ def examples(members: Mapping[Key, Sequence[Box]]) -> list[str]:
     return [name.format(*min(boxes).start) for (name, _), boxes in sorted(members.items()) if boxes]
 
 
-_Row = tuple[Key, str, tuple[int, ...], tuple[int, ...], str, tuple[int, ...] | None, int]
-"""Family, engine, start and stop of a box, its dtype and granule, and the number of a list of processes."""
+@frozen(eq=False)
+class _Kind:
+    """Boxes (n, dims) that a part has in one dtype, with one granule. None is empty."""
+
+    start: Ints
+    stop: Ints
+    dtype: str
+    granule: tuple[int, ...] | None
+
+
+@frozen(eq=False)
+class _Chunk:
+    """Rows of a side: the boxes of a kind, of a family, at an engine, at the processes of a list with that number."""
+
+    key: Key
+    engine: str
+    kind: _Kind
+    processes: int
+
+    def __len__(self) -> int:
+        return len(self.kind.start)
 
 
 @define(eq=False)
 class _Gathered:
-    """One side while it is collected: what its manifests say, row by row, equal boxes as often as they come."""
+    """One side while it is collected: what its manifests say, equal boxes as often as they come."""
 
-    rows: list[_Row] = field(factory=list)
+    chunks: list[_Chunk] = field(factory=list)
     processes: list[Processes] = field(factory=list)
-    declared: dict[tuple[Key, str], set[Box]] = field(factory=lambda: defaultdict(set))
+    declared: dict[tuple[Key, str], set[Members]] = field(factory=lambda: defaultdict(set))
     second: dict[Key, set[Box]] = field(factory=lambda: defaultdict(set))
 
     def add(self, part: _NamedPart, at: Mapping[str, int]) -> None:
         """Note that the lists of processes in `at`, by engine, have what is in a part."""
-        for box, dtype, granule in part.regions:
-            if all(map(lt, box.start, box.stop)):
-                for engine, processes in at.items():
-                    self.rows.append((part.key, engine, box.start, box.stop, dtype, granule, processes))
+        for kind in part.kinds:
+            if len(kind.start):
+                self.chunks += (_Chunk(part.key, engine, kind, processes) for engine, processes in at.items())
 
     def by_engine(self) -> dict[Key, dict[str, tuple[Box, ...]]]:
         """The members of each family, by engine."""
         found: dict[Key, dict[str, tuple[Box, ...]]] = defaultdict(dict)
-        for (key, engine), boxes in self.declared.items():
-            found[key][engine] = disjoint(boxes)
+        alike: dict[frozenset[Members], tuple[Box, ...]] = {}
+        for (key, engine), several in self.declared.items():
+            each = frozenset(several)
+            if each not in alike:
+                alike[each] = _disjoint(each)
+            found[key][engine] = alike[each]
         return dict(found)
 
 
@@ -115,15 +137,15 @@ def collect(world: World) -> Sides:
     source, target = _gather(world, "source", naming), _gather(world, "target", naming)
     wanted, held = target.by_engine(), source.by_engine()
     keys = tuple(sorted({*held, *wanted, *source.second}))
-    dtypes = tuple(sorted({row[4] for side in (source, target) for row in side.rows}))
+    dtypes = tuple(sorted({chunk.kind.dtype for side in (source, target) for chunk in side.chunks}))
     engines = world.engines
     dims = max([name.count("{}") + len(shape) for name, shape in keys], default=1) or 1
     number = {key: i for i, key in enumerate(keys)}
     groups = {engine: i for i, engine in enumerate(engines)}
     return Sides(
         world, naming, keys, dtypes, engines,
-        sources=_rows(source, dims, dtypes, [number[row[0]] for row in source.rows]),
-        targets=_rows(target, dims, dtypes, [number[row[0]] * len(engines) + groups[row[1]] for row in target.rows]),
+        sources=_rows(source, dims, dtypes, [number[chunk.key] for chunk in source.chunks]),
+        targets=_rows(target, dims, dtypes, [number[c.key] * len(engines) + groups[c.engine] for c in target.chunks]),
         wanted=_members(wanted), held=_members(held), declared=wanted,
         offered={key: disjoint(boxes) for key, boxes in source.second.items()},
     )  # fmt: skip
@@ -131,8 +153,25 @@ def collect(world: World) -> Sides:
 
 def _members(by_engine: dict[Key, dict[str, tuple[Box, ...]]]) -> dict[Key, tuple[Box, ...]]:
     """The members of each family, of all engines together."""
-    every = {key: disjoint(chain.from_iterable(at.values())) for key, at in by_engine.items()}
+    alike: dict[frozenset[tuple[Box, ...]], tuple[Box, ...]] = {}
+    for at in by_engine.values():
+        each = frozenset(at.values())
+        if each not in alike:
+            alike[each] = disjoint(chain.from_iterable(each))
+    every = {key: alike[frozenset(at.values())] for key, at in by_engine.items()}
     return {key: boxes for key, boxes in every.items() if boxes}
+
+
+def _disjoint(several: Iterable[Members]) -> tuple[Box, ...]:
+    """Disjoint boxes of the same members, in order."""
+    listed = [members for members in several if len(members)]
+    if sum(map(len, listed)) < 2 or not listed[0].ndim:
+        return disjoint(chain.from_iterable(listed))
+    corners = np.concatenate([np.hstack((members.start, members.stop)) for members in listed])
+    corners = corners[np.lexsort(corners.T[::-1])]
+    start, stop = np.hsplit(corners[_changes(corners)], 2)
+    found = atoms(Boxes(np.zeros(len(start), np.int64), start, stop))[0]
+    return tuple(map(Box, found.start.tolist(), found.stop.tolist()))
 
 
 def _gather(world: World, side: Side, naming: Naming) -> _Gathered:
@@ -149,7 +188,7 @@ def _gather(world: World, side: Side, naming: Naming) -> _Gathered:
         manifest = world.manifests[number]
         for part in _renamed_parts(manifest, naming.renamed.get(number, {}) if side == "target" else {}):
             for engine in at:
-                gathered.declared[part.key, engine].update(part.members)
+                gathered.declared[part.key, engine].add(part.members)
             gathered.add(part, at)
         for part in _second_names(manifest, naming.offered.get(number, ()) if side == "source" else ()):
             gathered.second[part.key].update(part.members)
@@ -160,14 +199,20 @@ def _gather(world: World, side: Side, naming: Naming) -> _Gathered:
 class _NamedPart:
     """A part, or a member of one under another name."""
 
-    __slots__ = ("key", "members", "regions")
+    __slots__ = ("key", "kinds", "members")
 
     def __init__(self, part: Part) -> None:
         self.key: Key = (part.spec.name, part.spec.shape)
-        self.members: Iterable[Box] = part.spec.members
-        self.regions: Iterable[tuple[Box, str, tuple[int, ...] | None]] = [
-            (region.box, region.dtype, region.granule) for region in part.regions
-        ]
+        self.members = part.spec.members
+        self.kinds = [_kind(g.members, g.box, g.dtype, g.granule) for g in part.regions.groups]
+
+
+def _kind(members: Members, box: Box, dtype: str, granule: tuple[int, ...] | None) -> _Kind:
+    """The regions of these members that aren't empty."""
+    own = [np.tile(np.array(corner, np.int64), (len(members), 1)) for corner in (box.start, box.stop)]
+    start, stop = np.hstack((members.start, own[0])), np.hstack((members.stop, own[1]))
+    some = np.all(start < stop, axis=1)
+    return _Kind(start[some], stop[some], dtype, granule)
 
 
 def _second_names(manifest: Manifest, pairs: Iterable[tuple[str, str]]) -> Iterator[_NamedPart]:
@@ -187,14 +232,13 @@ def _renamed_parts(manifest: Manifest, names: Mapping[str, str]) -> Iterator[_Na
 
 def _without_members(part: Part, taken: list[Box]) -> _NamedPart:
     kept = _NamedPart(part)
-    count = part.spec.num_stacked
-    kept.members = [rest for box in part.spec.members for rest in subtract(box, taken)]
-    kept.regions = [
-        (rest.concat(region.box.split_dims(count)[1]), region.dtype, region.granule)
-        for region in part.regions
-        for rest in subtract(region.box.split_dims(count)[0], taken)
-    ]
+    kept.members = _rest(part.spec.members, taken)
+    kept.kinds = [_kind(_rest(g.members, taken), g.box, g.dtype, g.granule) for g in part.regions.groups]
     return kept
+
+
+def _rest(members: Members, taken: list[Box]) -> Members:
+    return Members(rest for box in members for rest in subtract(box, taken))
 
 
 def _under_name(manifest: Manifest, name: str, other: str) -> Iterator[_NamedPart]:
@@ -202,14 +246,13 @@ def _under_name(manifest: Manifest, name: str, other: str) -> Iterator[_NamedPar
     (template, index), (other_template, other_index) = member(name), member(other)
     for part in manifest.parts:
         if part.spec.name == template and any(box.contains(index) for box in part.spec.members):
-            split = [(region.box.split_dims(part.spec.num_stacked), region) for region in part.regions]
             found = _NamedPart(part)
             found.key = (other_template, part.spec.shape)
-            found.members = [other_index]
-            found.regions = [
-                (other_index.concat(inner), region.dtype, region.granule)
-                for (members, inner), region in split
-                if members.contains(index)
+            found.members = Members([other_index])
+            found.kinds = [
+                _kind(found.members, group.box, group.dtype, group.granule)
+                for group in part.regions.groups
+                if any(box.contains(index) for box in group.members)
             ]
             yield found
 
@@ -217,18 +260,20 @@ def _under_name(manifest: Manifest, name: str, other: str) -> Iterator[_NamedPar
 def _rows(side: _Gathered, dims: int, dtypes: tuple[str, ...], groups: list[int]) -> Rows:
     """A side's rows with equal ones joined, and boxes disjoint."""
     number = {dtype: i for i, dtype in enumerate(dtypes)}
+    counts = [len(chunk) for chunk in side.chunks]
     boxes = Boxes(
-        np.array(groups, np.int64),
-        pad([row[2] for row in side.rows], dims, 0),
-        pad([row[3] for row in side.rows], dims, 1),
+        np.repeat(np.array(groups, np.int64), counts),
+        _padded([chunk.kind.start for chunk in side.chunks], dims, 0),
+        _padded([chunk.kind.stop for chunk in side.chunks], dims, 1),
     )
-    dtype = np.array([number[row[4]] for row in side.rows], np.int64)
+    dtype = np.repeat(np.array([number[chunk.kind.dtype] for chunk in side.chunks], np.int64), counts)
     order = np.lexsort((dtype, *boxes.stop.T[::-1], *boxes.start.T[::-1], boxes.group))
     boxes, dtype = boxes.take(order), dtype[order]
     new_box = _changes(np.column_stack((boxes.group, boxes.start, boxes.stop)))
     first = np.flatnonzero(new_box | _changes(dtype[:, None]))
-    processes = _joined(side, order, first)
-    granule = pad([_granule(row) for row in side.rows], dims, 1)[order]
+    who = np.repeat(np.array([chunk.processes for chunk in side.chunks], np.int64), counts)[order]
+    processes = _joined(side, who, first)
+    granule = np.repeat(pad([_granule(chunk) for chunk in side.chunks], dims, 1), counts, axis=0)[order]
     granule = np.lcm.reduceat(granule, first, axis=0) if len(first) else granule
     box = np.cumsum(new_box)[first] - 1
     alone, atom, of_box = atoms(boxes.take(np.flatnonzero(new_box)))
@@ -244,17 +289,26 @@ def _changes(table: Ints) -> npt.NDArray[np.bool_]:
     return new
 
 
-def _granule(row: _Row) -> tuple[int, ...]:
-    """The granule of a row for all dims of its box."""
-    return (1,) * (len(row[2]) - len(row[5])) + row[5] if row[5] else ()
+def _padded(corners: list[Ints], dims: int, value: int) -> Ints:
+    """Arrays of at most `dims` columns under each other, filled up with `value`."""
+    full = [np.full((len(each), dims), value, np.int64) for each in corners]
+    for wide, each in zip(full, corners, strict=True):
+        wide[:, : each.shape[1]] = each
+    return np.concatenate(full) if full else np.zeros((0, dims), np.int64)
 
 
-def _joined(side: _Gathered, order: Ints, first: Ints) -> list[Processes]:
-    """The processes of each run of equal rows."""
-    who = [side.rows[row][6] for row in order.tolist()]
-    ends = [*first[1:].tolist(), len(who)]
+def _granule(chunk: _Chunk) -> tuple[int, ...]:
+    """The granule of a chunk for all dims of its boxes."""
+    granule = chunk.kind.granule
+    return (1,) * (chunk.kind.start.shape[1] - len(granule)) + granule if granule else ()
+
+
+def _joined(side: _Gathered, who: Ints, first: Ints) -> list[Processes]:
+    """The processes of each run of equal rows; a run begins at each of `first`."""
+    numbers = who.tolist()
+    ends = [*first[1:].tolist(), len(numbers)]
     return [
-        side.processes[who[a]] if b - a == 1 else tuple(p for i in who[a:b] for p in side.processes[i])
+        side.processes[numbers[a]] if b - a == 1 else tuple(p for i in numbers[a:b] for p in side.processes[i])
         for a, b in zip(first.tolist(), ends, strict=False)
     ]
 
@@ -264,16 +318,19 @@ def _merged(
 ) -> Rows:
     """Rows of boxes that were cut up: each takes what all boxes that cover it have."""
     box, dtype, granule = kinds
-    first = np.searchsorted(box, np.arange(int(box[-1]) + 2)).tolist()
-    rows: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for atom, of_box in zip(covers[0].tolist(), covers[1].tolist(), strict=True):
-        for entry in range(first[of_box], first[of_box + 1]):
-            rows[atom, int(dtype[entry])].append(entry)
-    places = np.array(sorted(rows), np.int64)
-    entries = [rows[atom, kind] for atom, kind in places.tolist()]
-    granules = np.stack([np.lcm.reduce(granule[each], axis=0) for each in entries])
-    who = [tuple(p for entry in each for p in processes[entry]) for each in entries]
-    return _listed(boxes, places[:, 0], places[:, 1], granules, who)
+    begin = np.searchsorted(box, np.arange(int(box[-1]) + 2))
+    pair, nth = spread(np.diff(begin)[covers[1]])
+    atom, entry = covers[0][pair], begin[covers[1][pair]] + nth
+    order = np.lexsort((entry, dtype[entry], atom))
+    atom, entry = atom[order], entry[order]
+    first = np.flatnonzero(_changes(np.column_stack((atom, dtype[entry]))))
+    ends, entries = [*first[1:].tolist(), len(entry)], entry.tolist()
+    who = [
+        processes[entries[a]] if b - a == 1 else tuple(p for i in entries[a:b] for p in processes[i])
+        for a, b in zip(first.tolist(), ends, strict=True)
+    ]
+    granules = np.lcm.reduceat(granule[entry], first, axis=0)
+    return _listed(boxes, atom[first], dtype[entry][first], granules, who)
 
 
 def _listed(boxes: Boxes, box: Ints, dtype: Ints, granule: Ints, processes: list[Processes]) -> Rows:

@@ -24,8 +24,8 @@ from attrs import frozen
 from refit_sdk.box import Box
 from refit_sdk.dtypes import ITEMSIZE, itemsize
 from refit_sdk.errors import LayoutError
-from refit_sdk.tensor import TensorSpec, fold_name, merge_indices
-from refit_sdk.world import Manifest, Part, Region
+from refit_sdk.tensor import Members, TensorSpec, fold_name, merge_indices
+from refit_sdk.world import Group, Manifest, Part, Regions
 
 if TYPE_CHECKING:
     from refit_sdk.adapter import Fragment
@@ -35,7 +35,7 @@ _Kind: TypeAlias = tuple[Box, str, tuple[int, ...] | None]
 _Counts: TypeAlias = dict[tuple[int, ...], int]
 """Copies, by a member's numbers."""
 
-_Ranges: TypeAlias = Callable[[frozenset[tuple[int, ...]]], tuple[Box, ...]]
+_Ranges: TypeAlias = Callable[[frozenset[tuple[int, ...]]], Members]
 
 MAX_BYTES: Final = (1 << 63) - 1
 """The largest tensor, in bytes: sizes have 64 bits everywhere."""
@@ -78,7 +78,7 @@ def fold(fragments: Iterable[Fragment]) -> Manifest:
         counts = families[template, shape][_kind(fragment)]
         counts[index] = counts.get(index, 0) + 1
         aliases += ((alias, name) for alias in fragment.aliases)
-    ranges = cache(merge_indices)
+    ranges = cache(_ranges)
     manifest = Manifest((_part(*family, kinds, ranges) for family, kinds in families.items()), set(aliases))
     check_aliases(manifest)
     return manifest
@@ -122,18 +122,24 @@ def _check_granule(name: str, shape: tuple[int, ...], box: Box, granule: tuple[i
         raise LayoutError(f"{name!r} holds {box} of {shape}, which cuts through its granule {granule}")
 
 
+def _ranges(indices: frozenset[tuple[int, ...]]) -> Members:
+    return Members(merge_indices(indices))
+
+
 def _part(template: str, shape: tuple[int, ...], kinds: Mapping[_Kind, _Counts], ranges: _Ranges) -> Part:
-    regions: list[Region] = []
+    groups: list[Group] = []
     for (box, dtype, granule), counts in kinds.items():
         for copies in set(counts.values()):
             indices = frozenset(index for index, count in counts.items() if count == copies)
-            regions += (Region(members.concat(box), dtype, granule, copies) for members in ranges(indices))
+            groups.append(Group(ranges(indices), box, dtype, granule, copies))
     members = ranges(frozenset(index for counts in kinds.values() for index in counts))
-    return Part(TensorSpec(template, shape, members), regions)
+    return Part(TensorSpec(template, shape, members), Regions(groups))
 
 
 def check_aliases(manifest: Manifest) -> None:
     """`LayoutError` unless each alias is a second name of one tensor that the manifest has, and of nothing else."""
+    if not manifest.aliases:
+        return
     members: dict[str, list[Box]] = defaultdict(list)
     for part in manifest.parts:
         members[part.spec.name] += part.spec.members
@@ -156,6 +162,7 @@ def _is_member(name: str, members: Mapping[str, list[Box]]) -> bool:
 def unfold(manifest: Manifest) -> Iterator[Held]:
     """Every place of a manifest, each copy by itself: the undoing of `fold`.
 
+    >>> from refit_sdk.world import Region
     >>> part = Part(TensorSpec("layers.{}.w", (4,), [Box((2,), (4,))]), [Region(Box((2, 0), (4, 2)), "int8")])
     >>> [(held.name, held.box) for held in unfold(Manifest([part]))]
     [('layers.2.w', Box((0,), (2,))), ('layers.3.w', Box((0,), (2,)))]

@@ -10,10 +10,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import queue
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import count
@@ -31,6 +33,9 @@ from refit_sdk.table import Table
 
 FLUSH_SECONDS: Final = 2.0
 """How long closing waits for last words to leave."""
+
+FULL_SECONDS: Final = 0.25
+"""How long accepting pauses when this process can't open more descriptors."""
 
 STORE = (StoreSet, StoreGet, StoreAdd, StoreCheck, StoreDelete)
 
@@ -61,7 +66,7 @@ class Hub:
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._open = True
         self._failed = False
-        self._beat_at = time.monotonic()
+        self._beat_at = self._watch_at = time.monotonic()
         self._threads = [
             threading.Thread(target=target, name=f"refit-hub-{target.__name__.strip('_')}", daemon=True)
             for target in (self._accept, self._serve)
@@ -144,8 +149,12 @@ class Hub:
         while True:
             try:
                 sock, _ = self._listener.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    return
+                warnings.warn(f"the rendezvous can't take one more process: {error}; raise ulimit -n", stacklevel=1)
+                time.sleep(FULL_SECONDS)
+                continue
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             thread = threading.Thread(target=self._greet, args=(sock,), name="refit-hub-greet", daemon=True)
             self._greeting[thread] = sock
@@ -156,6 +165,9 @@ class Hub:
             self._seat(Channel(sock, token=self._token, server=True))
         except RendezvousError:
             pass  # whoever it was, it is no process of this session
+        except OSError as error:
+            warnings.warn(f"the rendezvous can't take one more process: {error}; raise ulimit -n", stacklevel=1)
+            sock.close()
         finally:
             del self._greeting[threading.current_thread()]
 
@@ -229,7 +241,9 @@ class Hub:
                     self._events.get(timeout=min(0.25, self._heartbeat / 8))()
                 now = time.monotonic()
                 self._deliver(self.coordinator.tick(now=now))
-                self._watch(now)
+                if now >= self._watch_at:
+                    self._watch_at = now + min(0.25, self._heartbeat / 8)
+                    self._watch(now)
         except BaseException as error:
             self._fail(f"the rendezvous failed: {type(error).__name__}: {error}")
             raise

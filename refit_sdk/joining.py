@@ -34,6 +34,7 @@ from refit_sdk.plan import Plan, PlanCache, input_digest, make_plan
 from refit_sdk.plugins import registry
 from refit_sdk.seat import Held
 from refit_sdk.settings import Settings
+from refit_sdk.sharing import this_host
 from refit_sdk.topology import Topology
 from refit_sdk.world import Side, World
 
@@ -134,6 +135,7 @@ class _Brought:
             planner=_Planner(self.plugins),
             fabric=self.fabric,
             observers=self.observers,
+            host=this_host(),
         )
 
 

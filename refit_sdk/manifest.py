@@ -2,7 +2,8 @@
 
 1. `fold` makes a manifest of a rank's fragments; the live views stay behind, in `Views`, found again by name and box.
 2. `encode` writes a manifest as canonical JSON: equal manifests have equal bytes, so `digest` of the bytes names them.
-   `encode_world` keeps equal manifests once and compresses.
+   Members are written as columns (`refit_sdk.columns`), equal ones once.
+   `encode_world` keeps equal manifests once, and of different ones equal parts once, and compresses.
 3. `decode` and `decode_world` take bytes from the network. They bound sizes before anything is made of them, check
    the schema, then what every manifest promises, and refuse bytes that aren't canonical. Nothing is executed.
 
@@ -18,20 +19,20 @@ import hashlib
 import struct
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable
+from functools import cache, lru_cache
 from typing import Annotated, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
-import numpy as np
 from msgspec import Meta
 
 from refit_sdk.box import Box
+from refit_sdk.columns import MAX_MEMBERS, Columns, are_among, are_distinct, count, pack, unpack
 from refit_sdk.errors import LayoutError, RendezvousError
 from refit_sdk.fold import MAX_BYTES, check_aliases, check_place, fold, unfold
-from refit_sdk.tensor import TensorSpec, fold_name
+from refit_sdk.tensor import Members, TensorSpec, fold_name
 from refit_sdk.views import Views, check_storage
-from refit_sdk.world import Manifest, Part, Region, Seat, World
+from refit_sdk.world import Group, Manifest, Part, Regions, Seat, World
 
 __all__ = [
     "MAX_MANIFEST_BYTES", "MAX_WORLD_BYTES", "Views", "check_storage", "decode", "decode_world", "digest", "encode",
@@ -43,7 +44,6 @@ MAX_MANIFEST_BYTES: Final = 16 << 20
 MAX_WORLD_BYTES: Final = 256 << 20
 """The largest world that is taken, before compression."""
 
-_MAX_MEMBERS: Final = 1 << 40
 _HEADER: Final = struct.Struct(">8sQ")
 _MAGIC: Final = b"refit-w1"
 
@@ -53,11 +53,16 @@ _Number = Annotated[int, Meta(ge=0, lt=1 << 31)]
 _Name = Annotated[str, Meta(min_length=1, max_length=1024)]
 _Dims = Annotated[tuple[_Size, ...], Meta(max_length=64)]
 _Corners: TypeAlias = tuple[_Dims, _Dims]
+_Columns = Annotated[tuple[Annotated[tuple[_Size, ...], Meta(max_length=1 << 20)], ...], Meta(max_length=128)]
+_Aliases = Annotated[tuple[tuple[_Name, _Name], ...], Meta(max_length=1 << 16)]
 
 
 class _WireRegion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Regions of some members of a part, or of all that it lists."""
+
     box: _Corners
     dtype: _Name
+    members: _Number | None = None
     granule: _Dims | None = None
     copies: _Count = 1
 
@@ -65,13 +70,21 @@ class _WireRegion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 class _WirePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: _Name
     shape: _Dims
-    members: Annotated[tuple[_Corners, ...], Meta(max_length=1 << 14)]
+    members: _Number
     regions: Annotated[tuple[_WireRegion, ...], Meta(max_length=1 << 16)]
 
 
 class _WireManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    members: tuple[_Columns, ...]
     parts: tuple[_WirePart, ...]
-    aliases: Annotated[tuple[tuple[_Name, _Name], ...], Meta(max_length=1 << 16)]
+    aliases: _Aliases
+
+
+class _WireHeld(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A manifest in a world: the numbers of its parts."""
+
+    parts: tuple[_Number, ...]
+    aliases: _Aliases
 
 
 class _WireSeat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -84,11 +97,21 @@ class _WireSeat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _WireWorld(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     epoch: _Size
     seats: Annotated[tuple[_WireSeat, ...], Meta(max_length=1 << 20)]
-    manifests: tuple[_WireManifest, ...]
+    members: tuple[_Columns, ...]
+    parts: tuple[_WirePart, ...]
+    manifests: tuple[_WireHeld, ...]
     manifest_of: tuple[_Number, ...]
 
 
 _Wire = TypeVar("_Wire", _WireManifest, _WireWorld)
+_Value = TypeVar("_Value")
+
+
+class _Numbered(dict[_Value, int]):
+    """Different values, numbered in order of their first coming."""
+
+    def number(self, value: _Value) -> int:
+        return self.setdefault(value, len(self))
 
 
 def digest(data: bytes) -> str:
@@ -116,10 +139,13 @@ def world_bytes(world: World) -> bytes:
     """A world as canonical JSON: seats in order, equal manifests once. The bytes to digest: compression may vary."""
     _check_world(world)
     placed = sorted(zip(world.seats, world.manifest_of, strict=True))
-    number: dict[Manifest, int] = {}
-    manifest_of = tuple(number.setdefault(world.manifests[i], len(number)) for _, i in placed)
+    manifests: _Numbered[Manifest] = _Numbered()
+    manifest_of = tuple(manifests.number(world.manifests[i]) for _, i in placed)
     seats = tuple(_WireSeat(seat.side, seat.engine, seat.rank, seat.process) for seat, _ in placed)
-    return msgspec.json.encode(_WireWorld(world.epoch, seats, tuple(map(_to_wire, number)), manifest_of))
+    parts: _Numbered[Part] = _Numbered()
+    held = tuple(_WireHeld(tuple(map(parts.number, each.parts)), each.aliases) for each in manifests)
+    members, listed = _parts_to_wire(parts)
+    return msgspec.json.encode(_WireWorld(world.epoch, seats, members, listed, held, manifest_of))
 
 
 def encode_world(world: World) -> bytes:
@@ -136,7 +162,7 @@ def decode_world(data: bytes) -> World:
     raw = _inflate(data)
     wire = _parse(raw, _WireWorld, "world", MAX_WORLD_BYTES)
     seats = tuple(Seat(seat.side, seat.engine, seat.rank, seat.process) for seat in wire.seats)
-    world = World(wire.epoch, seats, tuple(map(_from_wire, wire.manifests)), wire.manifest_of)
+    world = World(wire.epoch, seats, _manifests_from_wire(wire), wire.manifest_of)
     _check_canonical(raw, world_bytes(world), "world")
     return world
 
@@ -177,80 +203,111 @@ def _check_canonical(data: bytes, again: bytes, what: str) -> None:
 
 
 def _to_wire(manifest: Manifest) -> _WireManifest:
-    return _WireManifest(tuple(map(_part_to_wire, manifest.parts)), manifest.aliases)
+    return _WireManifest(*_parts_to_wire(manifest.parts), manifest.aliases)
 
 
-def _part_to_wire(part: Part) -> _WirePart:
-    regions = (_WireRegion((r.box.start, r.box.stop), r.dtype, r.granule, r.copies) for r in part.regions)
-    members = ((box.start, box.stop) for box in part.spec.members)
-    return _WirePart(part.spec.name, part.spec.shape, tuple(members), tuple(regions))
+def _parts_to_wire(parts: Iterable[Part]) -> tuple[tuple[Columns, ...], tuple[_WirePart, ...]]:
+    """The different members that the parts have, as columns, and the parts."""
+    members: _Numbered[Members] = _Numbered()
+    listed = tuple(_part_to_wire(part, members) for part in parts)
+    return tuple(map(pack, members)), listed
+
+
+def _part_to_wire(part: Part, members: _Numbered[Members]) -> _WirePart:
+    every = members.number(part.spec.members)
+    regions = []
+    for group in part.regions.groups:
+        which = None if group.members == part.spec.members else members.number(group.members)
+        corners = (group.box.start, group.box.stop)
+        regions.append(_WireRegion(corners, group.dtype, which, group.granule, group.copies))
+    return _WirePart(part.spec.name, part.spec.shape, every, tuple(regions))
 
 
 def _from_wire(wire: _WireManifest) -> Manifest:
     try:
-        manifest = Manifest(map(_part_from_wire, wire.parts), wire.aliases)
-        _check_families(manifest)
-        check_aliases(manifest)
+        return _checked(_parts_from_wire(wire), wire.aliases)
     except LayoutError as error:
         raise RendezvousError(f"a manifest was received that no rank can have: {error}") from error
+
+
+def _manifests_from_wire(wire: _WireWorld) -> tuple[Manifest, ...]:
+    try:
+        part = _at(_parts_from_wire(wire), "part")
+        return tuple(_checked(map(part, held.parts), held.aliases) for held in wire.manifests)
+    except LayoutError as error:
+        raise RendezvousError(f"a manifest was received that no rank can have: {error}") from error
+
+
+def _checked(parts: Iterable[Part], aliases: tuple[tuple[str, str], ...]) -> Manifest:
+    manifest = Manifest(parts, aliases)
+    _check_families(manifest)
+    check_aliases(manifest)
     return manifest
 
 
-def _part_from_wire(wire: _WirePart) -> Part:
-    spec = _spec_from_wire(wire.name, wire.shape, wire.members)
-    regions = [Region(Box(*region.box), region.dtype, region.granule, region.copies) for region in wire.regions]
-    if len({(region.box, region.dtype, region.granule) for region in regions}) < len(regions):
-        raise LayoutError(f"{spec.name!r} has the same region twice; a region states its copies")
-    _check_regions(spec, regions)
-    return Part(spec, regions)
+def _at(values: list[_Value], what: str) -> Callable[[int], _Value]:
+    def at(number: int) -> _Value:
+        if number >= len(values):
+            raise LayoutError(f"{what} {number} is named where there are {len(values)}")
+        return values[number]
+
+    return at
+
+
+def _members(columns: Columns) -> Members:
+    members = unpack(columns, dims=len(columns) // 2)
+    if not 0 < (number := count(members)) <= MAX_MEMBERS or (members.start == members.stop).any():
+        most = f"{MAX_MEMBERS} members or more" if number > MAX_MEMBERS else "no member, or an empty range of them"
+        raise LayoutError(f"a list has {most}")
+    if not are_distinct([members]):
+        raise LayoutError(f"{members} lists a member twice")
+    return members
+
+
+def _parts_from_wire(wire: _WireManifest | _WireWorld) -> list[Part]:
+    """The parts. Each list of members is looked at once, however many parts have it."""
+    members, among = _at(list(map(_members, wire.members)), "a list of members"), cache(are_among)
+    return [_part_from_wire(part, members, among) for part in wire.parts]
+
+
+def _part_from_wire(
+    wire: _WirePart, members: Callable[[int], Members], among: Callable[[Members, Members], bool]
+) -> Part:
+    spec = TensorSpec(_family_name(wire.name), wire.shape, members(wire.members))
+    groups = []
+    for region in wire.regions:
+        which = spec.members if region.members is None else members(region.members)
+        if which.ndim != spec.num_stacked or not among(which, spec.members):
+            raise LayoutError(f"{spec.name!r} has a region of members that it doesn't list")
+        groups.append(Group(which, Box(*region.box), region.dtype, region.granule, region.copies))
+    _check_groups(spec, groups)
+    return Part(spec, Regions(groups))
 
 
 @lru_cache(maxsize=1024)
-def _spec_from_wire(name: str, shape: tuple[int, ...], members: tuple[_Corners, ...]) -> TensorSpec:
-    """Cached, since most ranks of a world know the same families."""
+def _family_name(name: str) -> str:
     if fold_name(name.replace("{}", "0")) != (name, (0,) * name.count("{}")):
         raise LayoutError(f"{name!r} is not a family's name: its numbers have to be {{}}, as whole parts")
-    spec = TensorSpec(name, shape, (Box(*corners) for corners in members))
-    if not 0 < spec.num_members <= _MAX_MEMBERS or any(box.is_empty for box in spec.members):
-        raise LayoutError(f"{name!r} lists {spec.num_members} members; it can have 1 to {_MAX_MEMBERS}")
-    _check_distinct(name, spec.members)
-    return spec
+    return name
 
 
-def _check_regions(spec: TensorSpec, regions: Iterable[Region]) -> None:
-    ranges: list[Box] = []
-    for region in regions:
-        members, box = region.box.split_dims(spec.num_stacked)
-        check_place(spec.name, spec.shape, box, region.dtype, region.granule)
-        if region.box.ndim != spec.ndim or not 0 < members.size <= spec.num_members:
-            raise LayoutError(f"{spec.name!r} has a region {region.box}, which doesn't fit its {spec.ndim} dims")
-        ranges.append(members)
-    if _num_shared(ranges, spec.members) != [box.size for box in ranges]:
-        raise LayoutError(f"{spec.name!r} has a region of members that it doesn't list")
+def _check_groups(spec: TensorSpec, groups: Iterable[Group]) -> None:
+    of_kind: dict[object, list[Members]] = defaultdict(list)
+    for group in groups:
+        check_place(spec.name, spec.shape, group.box, group.dtype, group.granule)
+        of_kind[group.box, group.dtype, group.granule].append(group.members)
+    if not all(len(members) < 2 or are_distinct(members) for members in of_kind.values()):
+        raise LayoutError(f"{spec.name!r} has the same region twice; a region states its copies")
 
 
 def _check_families(manifest: Manifest) -> None:
     """Families of the same name and different shape have different members."""
-    members: dict[str, list[tuple[Box, ...]]] = defaultdict(list)
+    members: dict[str, list[Members]] = defaultdict(list)
     for part in manifest.parts:
         members[part.spec.name].append(part.spec.members)
     for name, of_family in members.items():
-        if len(of_family) > 1:
-            _check_distinct(name, [box for boxes in of_family for box in boxes])
-
-
-def _check_distinct(name: str, members: Sequence[Box]) -> None:
-    if _num_shared(members, members) != [box.size for box in members]:
-        raise LayoutError(f"{name!r} lists a member twice")
-
-
-def _num_shared(boxes: Sequence[Box], others: Sequence[Box]) -> list[int]:
-    """For each box, how many of its points the others have, counted as often as they have them."""
-    if len(others) == 1:
-        return [common.size if (common := box.intersect(others[0])) else 0 for box in boxes]
-    start, stop = (np.array(corners, np.int64) for corners in zip(*((o.start, o.stop) for o in others), strict=True))
-    extents = (np.minimum(stop, box.stop) - np.maximum(start, box.start) for box in boxes)
-    return [int(extent.clip(min=0).prod(axis=1).sum()) for extent in extents]
+        if len(of_family) > 1 and not are_distinct(of_family):
+            raise LayoutError(f"{name!r} lists a member twice")
 
 
 def _check_world(world: World) -> None:

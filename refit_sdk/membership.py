@@ -14,14 +14,17 @@ import re
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from typing import Final
+from weakref import WeakValueDictionary
 
 from attrs import define, field
+from msgspec import structs
 
 from refit_sdk import manifest as wire
 from refit_sdk.errors import RendezvousError
 from refit_sdk.messages import Claim, Hello, Verdict
+from refit_sdk.stated import Stated
 from refit_sdk.states import ENGINE, EngineState, PushState, next_state
-from refit_sdk.world import Seat, Side, World
+from refit_sdk.world import Manifest, Seat, Side, World
 
 ENGINE_NAME: Final = re.compile(r"[A-Za-z0-9_.:-]+")
 """What an engine may be called, but for `source`: ranks' names, `rollout-0[1]+source[0]`, then say who is meant."""
@@ -29,11 +32,14 @@ ENGINE_NAME: Final = re.compile(r"[A-Za-z0-9_.:-]+")
 
 @define
 class Member:
-    """A process that has seats. `process` is its world number, from the first epoch that it is in."""
+    """A process that has seats. `process` is its world number, from the first epoch that it is in.
+
+    `hello` is without its manifests' bodies.
+    """
 
     link: int
     hello: Hello
-    manifests: list[bytes]
+    manifests: list[Manifest]
     process: int | None = None
 
     @property
@@ -104,6 +110,8 @@ class Membership:
         self.left: dict[str, str] = {}
         self._source_names: set[str] = set()
         self._processes = 0
+        self._stated_alike = Stated()
+        self._known: WeakValueDictionary[str, Manifest] = WeakValueDictionary()
 
     def admit(self, link: int, hello: Hello) -> Member:
         """Seat a process. `RendezvousError` (nothing changed) if it can't have what it claims."""
@@ -114,13 +122,21 @@ class Membership:
         for claim in hello.claims:
             self._check(claim)
         self._check_engines(hello)
-        self._check_alike(hello)
-        for body in hello.manifests:
-            wire.decode(body)
+        self._stated_alike.check(hello)
+        manifests = [self.decoded(body) for body in hello.manifests]
         for claim in hello.claims:
             self._seat(claim, link)
-        self.members[link] = Member(link, hello, list(hello.manifests))
-        return self.members[link]
+        member = self.members[link] = Member(link, structs.replace(hello, manifests=()), manifests)
+        self._stated_alike.add(link, member.hello)
+        return member
+
+    def decoded(self, body: bytes) -> Manifest:
+        """A manifest; equal bodies are one, and looked at once. `RendezvousError` if it is none."""
+        name = wire.digest(body)
+        found = self._known.get(name)
+        if found is None:
+            found = self._known[name] = wire.decode(body)
+        return found
 
     def may_have(self, claims: Iterable[Claim]) -> bool:
         """Whether a process could be given these seats."""
@@ -183,26 +199,6 @@ class Membership:
             raise RendezvousError(
                 f"{claim} is taken, by process {other.pid} on {other.host}: every process needs a rank of its own"
             )
-
-    def _check_alike(self, hello: Hello) -> None:
-        for member in self.members.values():
-            if member.hello.settings and hello.settings and member.hello.settings != hello.settings:
-                raise RendezvousError(
-                    f"settings differ: {member.name} has {member.hello.settings}, "
-                    f"{hello.claims[0]} has {hello.settings}: give all the same"
-                )
-            if member.hello.fabric and hello.fabric and member.hello.fabric != hello.fabric:
-                raise RendezvousError(
-                    f"fabrics differ: {member.name} has {member.hello.fabric!r}, {hello.claims[0]} has "
-                    f"{hello.fabric!r}: give all the same fabric="
-                )
-            there, here = member.hello.plugins, hello.plugins
-            differing = sorted(name for name in there.keys() & here.keys() if there[name] != here[name])
-            if differing:
-                raise RendezvousError(
-                    f"plug-ins differ: {member.name} has {[f'{n} of {there[n]}' for n in differing]}, "
-                    f"{hello.claims[0]} has {[f'{n} of {here[n]}' for n in differing]}: install the same"
-                )
 
     def expect(self, engine: str) -> None:
         """Let an engine of this name join. While any name may, there is nothing to do."""
@@ -274,6 +270,7 @@ class Membership:
     def remove(self, link: int, cause: str, *, left: bool = False) -> Member:
         """Empty a process's seats."""
         member = self.members.pop(link)
+        self._stated_alike.remove(link, member.hello)
         for claim in member.hello.claims:
             (self.left if left else self.lost)[str(claim)] = cause
             if claim.side == "source":
@@ -309,15 +306,24 @@ class Membership:
         """Whether a source is gone."""
         return not self._source_names.isdisjoint(self.gone)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the world needs nobody more."""
+        if self.num_sources is None or len(self.sources) < self.num_sources or not (self.expected or self.engines):
+            return False
+        return all(engine.is_complete for engine in self.engines.values()) and not self._engines_missing()
+
+    def _engines_missing(self) -> list[str]:
+        if isinstance(self.expected, int):
+            return ["any rank of one more engine"] * (self.expected - len(self.engines))
+        return [f"any rank of {name}" for name in self.expected if name not in self.engines]
+
     def missing(self) -> list[str]:
         """The names of the ranks that the world is not complete without."""
         size = self.num_sources
         names = [str(Seat("source", "", r)) for r in range(size or 1) if r not in self.sources]
         names += [name for engine in self.engines.values() for name in engine.missing()]
-        if isinstance(self.expected, int):
-            names += ["any rank of one more engine"] * (self.expected - len(self.engines))
-        else:
-            names += [f"any rank of {name}" for name in self.expected if name not in self.engines]
+        names += self._engines_missing()
         return names if self.expected or self.engines else [*names, "any rank of any engine (admit one)"]
 
     def links(self, engines: Iterable[str]) -> list[int]:
@@ -353,21 +359,17 @@ class Membership:
     def world(self, epoch: int, engines: Iterable[str]) -> World:
         """The world of the sources and these engines. New processes get world numbers, in order of their seats."""
         names = set(engines)
-        claims: list[tuple[Side, str, int, Member, bytes]] = []
+        claims: list[tuple[Side, str, int, Member, Manifest]] = []
         for link in self.links(names):
             member = self.members[link]
-            for claim, body in zip(member.hello.claims, member.manifests, strict=True):
+            for claim, manifest in zip(member.hello.claims, member.manifests, strict=True):
                 if claim.side == "source" or claim.engine in names:
-                    claims.append((claim.side, claim.engine, claim.rank, member, body))
+                    claims.append((claim.side, claim.engine, claim.rank, member, manifest))
         claims.sort(key=lambda claim: claim[:3])
-        bodies = sorted({claim[4] for claim in claims})
         seats = [Seat(side, engine, rank, self._number(member)) for side, engine, rank, member, _ in claims]
-        return World(
-            epoch,
-            tuple(seats),
-            tuple(wire.decode(body) for body in bodies),
-            tuple(bodies.index(claim[4]) for claim in claims),
-        )
+        number: dict[Manifest, int] = {}
+        manifest_of = tuple(number.setdefault(claim[4], len(number)) for claim in claims)
+        return World(epoch, tuple(seats), tuple(number), manifest_of)
 
     def _number(self, member: Member) -> int:
         if member.process is None:

@@ -13,7 +13,7 @@ refit_sdk.errors.RendezvousError: a control message that doesn't fit the schema 
 
 from __future__ import annotations
 
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
@@ -35,6 +35,17 @@ class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __str__(self) -> str:
         return str(Seat(self.side, self.engine, self.rank))
+
+
+class Door(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the others of a host come for the world: its Unix socket, and the key that they show there.
+
+    `host` is what processes of one host have in common.
+    """
+
+    host: str
+    name: str
+    key: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 
 
 class EngineDone(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,7 +72,7 @@ class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Hello(Message, frozen=True):
     """Asks for seats. `settings` is canonical JSON (None: what the sources say); `manifests` has one body a seat;
     `fabric` is the name of what this process moves bytes by; `frozen` maps each pattern of tensors that pushes leave
-    alone to None if this process holds one, else to the nearest name that it holds.
+    alone to None if this process holds one, else to the nearest name that it holds. `door` is for others of its host.
     """
 
     sdk: str
@@ -74,6 +85,7 @@ class Hello(Message, frozen=True):
     host: str
     fabric: str = ""
     frozen: dict[str, str | None] = {}
+    door: Door | None = None
 
 
 class Unable(Message, frozen=True):
@@ -184,6 +196,14 @@ class StoreDelete(Message, frozen=True):
     key: str
 
 
+class WorldGet(Message, frozen=True):
+    """Ask for a piece of an epoch's world, from byte `start` on; answered by a `StoreReply`, empty if it's gone."""
+
+    id: int
+    epoch: int
+    start: int
+
+
 class Welcome(Message, frozen=True):
     """The seats are taken. `late`: the world has formed already; the ranks are in from the next push on.
 
@@ -204,10 +224,16 @@ class Refused(Message, frozen=True):
 
 
 class Form(Message, frozen=True):
-    """Plan this world. `world` is the wire form of `refit_sdk.manifest`; `fresh` are the engines to connect anew."""
+    """Plan a world; `fresh` are the engines to connect anew.
+
+    The world's wire form (`refit_sdk.manifest`) has `nbytes` and this `digest`. It's read in pieces, by `WorldGet`, or
+    at the `door` of a process of the same host that reads it.
+    """
 
     epoch: int
-    world: bytes
+    nbytes: int
+    digest: str
+    door: Door | None
     settings: str
     fresh: tuple[str, ...]
 
@@ -276,7 +302,7 @@ class Closed(Message, frozen=True):
 
 
 class StoreReply(Message, frozen=True):
-    """The answer to a store request."""
+    """The answer to a request for something of the table, or a piece of the world."""
 
     id: int
     value: bytes = b""
@@ -299,6 +325,7 @@ Up = (
     | StoreAdd
     | StoreCheck
     | StoreDelete
+    | WorldGet
 )
 Down = Welcome | Refused | Form | Link | Formed | Go | Drop | Outcome | Fault | Closed | StoreReply | Beat
 

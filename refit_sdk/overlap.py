@@ -17,12 +17,17 @@ two at a boundary of one of its boxes, again and again, until every box covers t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Final
 
 import numpy as np
 from attrs import frozen
 
 from refit_sdk.box import Box
 from refit_sdk.transport import Ints
+
+BLOCK: Final = 1 << 21
+"""How many pairs that meet in one dim are looked at together."""
 
 
 @frozen(eq=False)
@@ -104,13 +109,19 @@ def pairs(a: Boxes, b: Boxes) -> tuple[Ints, Ints]:
         return pairs(_as_one_dim(a), _as_one_dim(b))
     a_start, a_stop, b_start, b_stop = _best_keys(a, b)
     inside = _starts_between(b_start, a_start, a_stop, side="left")
-    around = _starts_between(a_start, b_start, b_stop, side="right")
-    first = np.concatenate((inside[0], around[1]))
-    second = np.concatenate((inside[1], around[0]))
-    meet = np.all((a.start[first] < b.stop[second]) & (b.start[second] < a.stop[first]), axis=1)
-    first, second = first[meet], second[meet]
+    around = ((first, second) for second, first in _starts_between(a_start, b_start, b_stop, side="right"))
+    found = [_meeting(a, b, first, second) for first, second in chain(inside, around)]
+    first, second = (np.concatenate(rows) for rows in zip(*found, strict=True))
     order = np.lexsort((second, first))
     return first[order], second[order]
+
+
+def _meeting(a: Boxes, b: Boxes, first: Ints, second: Ints) -> tuple[Ints, Ints]:
+    """Those of the pairs that meet in every dim."""
+    for dim in range(a.start.shape[1]):
+        meet = (a.start[first, dim] < b.stop[second, dim]) & (b.start[second, dim] < a.stop[first, dim])
+        first, second = first[meet], second[meet]
+    return first, second
 
 
 def _as_one_dim(boxes: Boxes) -> Boxes:
@@ -119,14 +130,20 @@ def _as_one_dim(boxes: Boxes) -> Boxes:
     return Boxes(boxes.group, 0 * ones, ones)
 
 
-def _starts_between(starts: Ints, low: Ints, high: Ints, *, side: str) -> tuple[Ints, Ints]:
-    """(row of low/high, row of starts) where the start lies in `low:high`; with side "right", not at `low` itself."""
+def _starts_between(starts: Ints, low: Ints, high: Ints, *, side: str) -> Iterator[tuple[Ints, Ints]]:
+    """(row of low/high, row of starts) where the start lies in `low:high`; with side "right", not at `low` itself.
+
+    They come a block at a time: what meets in one dim can be a hundred times what meets in all.
+    """
     order = np.argsort(starts, kind="stable")
     ordered = starts[order]
     begin = np.searchsorted(ordered, low, side="right" if side == "right" else "left")
     end = np.searchsorted(ordered, high, side="left")
-    row, nth = spread(np.maximum(end - begin, 0))
-    return row, order[begin[row] + nth]
+    counts = np.maximum(end - begin, 0)
+    block = np.cumsum(counts) // BLOCK
+    for rows in np.split(np.arange(len(low)), np.flatnonzero(np.diff(block)) + 1):
+        which, nth = spread(counts[rows])
+        yield rows[which], order[begin[rows[which]] + nth]
 
 
 def _best_keys(a: Boxes, b: Boxes) -> tuple[Ints, Ints, Ints, Ints]:
@@ -185,12 +202,13 @@ def atoms(boxes: Boxes) -> tuple[Boxes, Ints, Ints]:
         return boxes, every, every
     label = _clusters(len(boxes), first[crossing], second[crossing])
     alone = np.bincount(label, minlength=len(boxes))[label] == 1
-    cells = [(boxes.start[i], boxes.stop[i], np.array([i])) for i in np.flatnonzero(alone)]
     clustered = np.flatnonzero(~alone)
     order = clustered[np.argsort(label[clustered], kind="stable")]
+    cells: list[tuple[Ints, Ints, Ints]] = []
+    alike: dict[tuple[bytes, bytes], list[tuple[Ints, Ints, Ints]]] = {}
     for rows in np.split(order, np.flatnonzero(np.diff(label[order])) + 1):
-        cells.extend(_refine(boxes, rows))
-    return _collect(boxes, cells)
+        cells.extend(_refined(boxes, rows, alike))
+    return _collect(boxes, np.flatnonzero(alone), cells)
 
 
 def _clusters(count: int, first: Ints, second: Ints) -> Ints:
@@ -203,6 +221,20 @@ def _clusters(count: int, first: Ints, second: Ints) -> Ints:
         if np.array_equal(after, label):
             return label
         label = after
+
+
+def _refined(
+    boxes: Boxes, rows: Ints, alike: dict[tuple[bytes, bytes], list[tuple[Ints, Ints, Ints]]]
+) -> Iterator[tuple[Ints, Ints, Ints]]:
+    """Cells of one cluster. Most clusters are another moved elsewhere, and are cut like that one."""
+    start, stop = boxes.start[rows], boxes.stop[rows]
+    origin = start.min(axis=0)
+    start, stop = start - origin, stop - origin
+    key = (start.tobytes(), stop.tobytes())
+    if key not in alike:
+        moved = Boxes(np.zeros(len(rows), np.int64), start, stop)
+        alike[key] = list(_refine(moved, np.arange(len(rows))))
+    return ((low + origin, high + origin, rows[inside]) for low, high, inside in alike[key])
 
 
 def _refine(boxes: Boxes, rows: Ints) -> Iterator[tuple[Ints, Ints, Ints]]:
@@ -234,13 +266,19 @@ def _halves(low: Ints, high: Ints, start: Ints, stop: Ints) -> tuple[tuple[Ints,
     raise AssertionError("boxes that differ have a boundary inside the cell")
 
 
-def _collect(boxes: Boxes, cells: list[tuple[Ints, Ints, Ints]]) -> tuple[Boxes, Ints, Ints]:
-    group = boxes.group[np.array([rows[0] for _, _, rows in cells])]
-    found = Boxes(group, np.stack([low for low, _, _ in cells]), np.stack([high for _, high, _ in cells]))
+def _collect(boxes: Boxes, alone: Ints, cells: list[tuple[Ints, Ints, Ints]]) -> tuple[Boxes, Ints, Ints]:
+    """The boxes that meet no other, and the cells of those that do, in order."""
+    lows, highs, covers = (list(column) for column in zip(*cells, strict=True))
+    box = np.concatenate((alone, *covers))
+    cell = np.repeat(np.arange(len(alone) + len(cells)), [1] * len(alone) + [len(rows) for rows in covers])
+    group = boxes.group[np.concatenate((alone, [rows[0] for rows in covers]))]
+    start = np.concatenate((boxes.start[alone], np.stack(lows)))
+    found = Boxes(group, start, np.concatenate((boxes.stop[alone], np.stack(highs))))
     order = canonical(found)
-    covers = [np.sort(cells[i][2]) for i in order]
-    atom = np.repeat(np.arange(len(cells)), [len(rows) for rows in covers])
-    return found.take(order), atom, np.concatenate(covers)
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    pairs_in_order = np.lexsort((box, place[cell]))
+    return found.take(order), place[cell][pairs_in_order], box[pairs_in_order]
 
 
 def canonical(boxes: Boxes) -> Ints:
@@ -260,7 +298,7 @@ def disjoint(boxes: Iterable[Box]) -> tuple[Box, ...]:
         return tuple(unique)
     ndim = unique[0].ndim
     found = atoms(Boxes.of(((0, box) for box in unique), dims=ndim))[0]
-    return tuple(found.box(row, ndim) for row in range(len(found)))
+    return tuple(map(Box, found.start.tolist(), found.stop.tolist()))
 
 
 def subtract(box: Box, others: Iterable[Box]) -> list[Box]:

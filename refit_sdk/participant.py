@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, Literal
 
 from refit_sdk import __version__, messages
-from refit_sdk import manifest as wire
 from refit_sdk.adapter import Observer
 from refit_sdk.agreement import Sums
 from refit_sdk.confirming import Install, done_of, install
@@ -31,6 +30,7 @@ from refit_sdk.plan import Plan
 from refit_sdk.raising import causes_of, error_of, telling
 from refit_sdk.report import PushReport
 from refit_sdk.seat import Gate, Held
+from refit_sdk.sharing import Sharing
 from refit_sdk.states import PushState
 from refit_sdk.world import World
 
@@ -53,6 +53,7 @@ class Participant:
         planner: Planner,
         fabric: Fabric,
         observers: Sequence[Observer] = (),
+        host: str = "",
     ) -> None:
         self._source = source
         self._observers = observers
@@ -65,6 +66,7 @@ class Participant:
         self._deadline, self._left = 0.0, False
         self._closed: SessionClosed | None = None
         self._client = client_of(self._urgent)
+        self._sharing = Sharing(host=host)
 
     @property
     def held(self) -> list[Held]:
@@ -127,6 +129,7 @@ class Participant:
             host=host,
             fabric=self._mover.fabric,
             frozen=self._target.frozen if self._target is not None else {},
+            door=self._sharing.door,
         )
         self._say(hello)
         match self._next(bounded=True):
@@ -202,7 +205,7 @@ class Participant:
             raise
 
     def _plan(self, form: Form) -> None:
-        world = wire.decode_world(form.world)
+        world = self._sharing.world(form, self._client, deadline=self._deadline)
         claims = {(held.claim.side, held.claim.engine, held.claim.rank) for held in self.held}
         process = next(s.process for s in world.seats if (s.side, s.engine, s.rank) in claims)
         digest, plan = self._planner(world, form.settings)
@@ -287,12 +290,8 @@ class Participant:
         install = self._install(go, moved) if taking else None
         installed = time.perf_counter()
         outcome = self._settle(go, moved, install)
-        seconds = {
-            "agree": agree,
-            **moved.seconds,
-            "install": installed - begun,
-            "commit": time.perf_counter() - installed,
-        }
+        seconds = {"agree": agree, **moved.seconds, "install": installed - begun}
+        seconds["commit"] = time.perf_counter() - installed
         windows = len(self._mover.program(mine).windows)
         return self._conclude(outcome, seconds=seconds, windows=windows, install=install)
 
@@ -393,6 +392,7 @@ class Participant:
         with contextlib.suppress(RefitError):
             self._client.send(messages.Leave(reason=reason))
         self._client.close()
+        self._sharing.close()
         self._mover.close()
         for held in self.held:
             held.close()

@@ -268,12 +268,15 @@ def input_digest(world: World, *, settings: Settings, topology: Topology, plugin
 
 
 def _digest_of_manifest(manifest: Manifest) -> str:
-    lines = [repr(manifest.aliases)]
+    state = blake2b(repr(manifest.aliases).encode(), digest_size=16)
     for part in manifest.parts:
-        members = [(box.start, box.stop) for box in part.spec.members]
-        regions = [(r.box.start, r.box.stop, r.dtype, r.granule, r.copies) for r in part.regions]
-        lines.append(repr((part.spec.name, part.spec.shape, members, regions)))
-    return blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
+        state.update(repr((part.spec.name, part.spec.shape, len(part.regions.groups))).encode())
+        kinds = [(g.members, (g.box, g.dtype, g.granule, g.copies)) for g in part.regions.groups]
+        for members, kind in ((part.spec.members, ()), *kinds):
+            state.update(repr((kind, members.start.shape)).encode())
+            for corners in (members.start, members.stop):
+                state.update(np.ascontiguousarray(corners, "<i8").tobytes())
+    return state.hexdigest()
 
 
 class PlanCache:

@@ -1,6 +1,7 @@
 """What every round of the rendezvous has: a state, a deadline, an epoch that forms, and one way to end badly.
 
-1. Forming: all participants get the world; their plans' digests are compared; all connect; then the epoch stands.
+1. Forming: all participants hear of the world and read it in pieces, one a host; their plans' digests are compared;
+   all connect; then the epoch stands.
 2. A fault ends a round for all who wait in it, before any byte moved, and says what every engine is.
 
 Pure: messages and the time come in, messages go out.
@@ -10,6 +11,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from typing import Final
+
+from msgspec import structs
 
 from refit_sdk import manifest as wire
 from refit_sdk import messages
@@ -17,10 +21,13 @@ from refit_sdk.agreement import Agreement
 from refit_sdk.excuses import Excuses
 from refit_sdk.gathering import Gathering
 from refit_sdk.membership import Membership
-from refit_sdk.messages import Fault, Linked, Message, Planned
+from refit_sdk.messages import Door, Fault, Linked, Message, Planned, WorldGet
 from refit_sdk.push import PushRound
 from refit_sdk.raising import to_do
 from refit_sdk.states import SESSION, SessionState, next_state
+
+PIECE: Final = 1 << 17
+"""Bytes of the world that a process gets at once: what waits to be sent is one piece a reader."""
 
 Sent = list[tuple[int, Message]]
 """Messages to send, each with the link that it goes to."""
@@ -55,6 +62,7 @@ class Rounds(ABC):
         self._fresh: set[str] = set()
         self._refused: dict[str, str] = {}
         self._number = 0
+        self._world = b""
         self._now = now
         self._out: Sent = []
 
@@ -84,10 +92,34 @@ class Rounds(ABC):
         self._changed = False
         links = self.membership.links(engines)
         self._agreement = Agreement(self.epoch, kind, frozenset(links), tuple(engines))
-        body = wire.encode_world(self.membership.world(self.epoch, engines))
-        fresh = tuple(sorted(self._fresh.intersection(engines)))
-        self._tell(links, messages.Form(epoch=self.epoch, world=body, settings=self.membership.settings, fresh=fresh))
+        self._world = wire.encode_world(self.membership.world(self.epoch, engines))
+        form = messages.Form(
+            epoch=self.epoch,
+            nbytes=len(self._world),
+            digest=wire.digest(self._world),
+            door=None,
+            settings=self.membership.settings,
+            fresh=tuple(sorted(self._fresh.intersection(engines))),
+        )
+        for link, door in self._doors(links).items():
+            self._send(link, form if door is None else structs.replace(form, door=door))
         self._ends = self._now + self._deadline
+
+    def _doors(self, links: Iterable[int]) -> dict[int, Door | None]:
+        """For each process the door at which it gets the world; None for those that read it: one a host."""
+        reader: dict[str, Door] = {}
+        found: dict[int, Door | None] = {}
+        for link in links:
+            own = self.membership.members[link].hello.door
+            found[link] = reader.get(own.host) if own is not None else None
+            if own is not None:
+                reader.setdefault(own.host, own)
+        return found
+
+    def _piece(self, link: int, asked: WorldGet) -> None:
+        """Answer with a piece of the world, if it's still this one."""
+        start = max(0, asked.start) if asked.epoch == self.epoch else len(self._world)
+        self._send(link, messages.StoreReply(id=asked.id, value=self._world[start : start + PIECE]))
 
     def _ask(self, engines: Iterable[str]) -> None:
         """The epoch stands: ask for everybody's word. Who hasn't given it knows that no byte moves."""

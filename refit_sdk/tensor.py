@@ -12,7 +12,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -69,8 +70,79 @@ def _join_runs(start: IntRows, stop: IntRows, dim: int) -> tuple[IntRows, IntRow
     return start[opens], stop[np.append(np.flatnonzero(opens)[1:], len(opens)) - 1]
 
 
-def _in_order(boxes: Iterable[Box]) -> tuple[Box, ...]:
-    return tuple(sorted(boxes))
+class Members(Sequence[Box]):
+    """Boxes of index tuples, in order, as two arrays `start` and `stop` (boxes, dims): a rank may have thousands.
+
+    Equal to a tuple of the same boxes.
+
+    >>> Members([Box((5,), (6,)), Box((0,), (2,))])
+    Members([Box((0,), (2,)), Box((5,), (6,))])
+    """
+
+    __slots__ = ("_key", "start", "stop")
+
+    def __init__(self, boxes: Iterable[Box]) -> None:
+        """`LayoutError` if the boxes have different dims, or numbers that 64 bits don't count."""
+        listed = list(boxes)
+        dims = listed[0].ndim if listed else 0
+        if any(box.ndim != dims for box in listed):
+            raise LayoutError(f"members have one number of dims, these have several: {listed[:8]}")
+        try:
+            start, stop = (np.array(corners, np.int64).reshape(len(listed), dims) for corners in _corners(listed))
+        except OverflowError:
+            raise LayoutError(f"a member's number has more than 64 bits: {max(listed)}") from None
+        self._set(start, stop)
+
+    @classmethod
+    def of(cls, start: IntRows, stop: IntRows) -> Members:
+        """From arrays, (boxes, dims) each."""
+        made = cls.__new__(cls)
+        made._set(start, stop)
+        return made
+
+    def _set(self, start: IntRows, stop: IntRows) -> None:
+        if start.shape[1] and len(start) > 1:
+            order = np.lexsort((*stop.T[::-1], *start.T[::-1]))
+            start, stop = start[order], stop[order]
+        self.start, self.stop = start, stop
+        self._key = (start.shape, start.tobytes(), stop.tobytes())
+
+    @property
+    def ndim(self) -> int:
+        """How many dims the boxes have; 0 where there is no box."""
+        return int(self.start.shape[1])
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    def __iter__(self) -> Iterator[Box]:
+        return map(Box, self.start.tolist(), self.stop.tolist())
+
+    @overload
+    def __getitem__(self, index: int) -> Box: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Box, ...]: ...
+    def __getitem__(self, index: int | slice) -> Box | tuple[Box, ...]:
+        return tuple(self)[index]
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Members):
+            return self._key == other._key
+        return tuple(self) == other
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        return f"Members({list(self)})"
+
+
+def _corners(boxes: list[Box]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    return [box.start for box in boxes], [box.stop for box in boxes]
+
+
+def _in_order(boxes: Iterable[Box]) -> Members:
+    return boxes if isinstance(boxes, Members) else Members(boxes)
 
 
 @frozen
@@ -83,10 +155,10 @@ class TensorSpec:
 
     name: str
     shape: tuple[int, ...] = field(converter=coordinates)
-    members: tuple[Box, ...] = field(converter=_in_order)
+    members: Members = field(converter=_in_order)
 
     def __attrs_post_init__(self) -> None:
-        if any(box.ndim != self.num_stacked for box in self.members):
+        if len(self.members) and self.members.ndim != self.num_stacked:
             raise LayoutError(f"{self.name!r} has {self.num_stacked} stacked dims, its members are {self.members}")
         if any(extent < 0 for extent in self.shape):
             raise LayoutError(f"{self.name!r} has a negative extent in its shape {self.shape}")

@@ -201,23 +201,25 @@ def _pack(steps: StepTable, sizes: Sizes, settings: Settings, processes: int) ->
     late = int(steps.round.max()) > 0
     columns = (steps.src, steps.dst, steps.engine, nbytes, messages, steps.move, steps.round)
     for src, dst, engine, size, large, move, turn in zip(*(column.tolist() for column in columns), strict=True):
-        window = max(now[src], now[dst])
+        here, there = now[src], now[dst]
+        window = here if here > there else there
         if late and turn:
             window = max(window, 1 + max(floor.get((move, earlier), -1) for earlier in range(turn)))
+        begun = -1 if large else packed.get((src, dst, engine), -1)
         while True:
-            new = large or int(packed.get((src, dst, engine)) != window)
-            out, busy_src = (sent[src], ops[src]) if now[src] == window else (0, 0)
-            into, busy_dst = (received[dst], ops[dst]) if now[dst] == window else (0, 0)
+            new = large or int(begun != window)
+            out, busy_src = (sent[src], ops[src]) if here == window else (0, 0)
+            into, busy_dst = (received[dst], ops[dst]) if there == window else (0, 0)
             fits = out + size <= most_bytes and into + size <= most_bytes
             if fits and busy_src + new <= most_ops and busy_dst + new <= most_ops:
                 break
             window += 1
-        for process in (src, dst):
-            if now[process] != window:
-                now[process], sent[process], received[process], ops[process] = window, 0, 0, 0
-            ops[process] += new
-        sent[src] += size
-        received[dst] += size
+        if here != window:
+            now[src], received[src] = window, 0
+        if there != window:
+            now[dst], sent[dst] = window, 0
+        sent[src], ops[src] = out + size, busy_src + new
+        received[dst], ops[dst] = into + size, busy_dst + new
         if not large:
             packed[src, dst, engine] = window
         if late:

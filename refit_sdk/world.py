@@ -10,14 +10,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Literal
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, overload
 
-from attrs import field, frozen
+from attrs import Converter, field, frozen
 
 from refit_sdk.box import Box
 from refit_sdk.dtypes import itemsize
-from refit_sdk.tensor import TensorSpec
+from refit_sdk.tensor import Members, TensorSpec
 
 Side = Literal["source", "target"]
 
@@ -39,8 +40,78 @@ def _region_key(region: Region) -> tuple[Box, str, tuple[int, ...], int]:
     return (region.box, region.dtype, region.granule or (), region.copies)
 
 
-def _regions_in_order(regions: Iterable[Region]) -> tuple[Region, ...]:
-    return tuple(sorted(regions, key=_region_key))
+@frozen
+class Group:
+    """Regions that differ only in their members: `box` has the tensor's own dims."""
+
+    members: Members
+    box: Box
+    dtype: str
+    granule: tuple[int, ...] | None = None
+    copies: int = 1
+
+    def regions(self) -> Iterator[Region]:
+        """Each region by itself."""
+        return (Region(box.concat(self.box), self.dtype, self.granule, self.copies) for box in self.members)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its regions, each copy counted."""
+        members = int((self.members.stop - self.members.start).prod(axis=1).sum())
+        return members * self.box.size * self.copies * itemsize(self.dtype)
+
+
+def _group_key(group: Group) -> tuple[Box, str, bool, tuple[int, ...], int]:
+    return (group.box, group.dtype, group.granule is not None, group.granule or (), group.copies)
+
+
+class Regions(Sequence[Region]):
+    """Regions in order, kept as few groups, since a rank may have thousands. Equal to a tuple of the same regions."""
+
+    __slots__ = ("groups",)
+
+    def __init__(self, groups: Iterable[Group]) -> None:
+        """Groups that differ in more than their members."""
+        self.groups = tuple(sorted(groups, key=_group_key))
+
+    @classmethod
+    def of(cls, regions: Iterable[Region], *, stacked: int) -> Regions:
+        """From regions of a family with that many stacked dims."""
+        if isinstance(regions, Regions):
+            return regions
+        members: dict[tuple[Box, str, tuple[int, ...] | None, int], list[Box]] = defaultdict(list)
+        for region in regions:
+            which, box = region.box.split_dims(stacked)
+            members[box, region.dtype, region.granule, region.copies].append(which)
+        return cls(Group(Members(boxes), *kind) for kind, boxes in members.items())
+
+    def __len__(self) -> int:
+        return sum(len(group.members) for group in self.groups)
+
+    def __iter__(self) -> Iterator[Region]:
+        return iter(sorted((region for group in self.groups for region in group.regions()), key=_region_key))
+
+    @overload
+    def __getitem__(self, index: int) -> Region: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Region, ...]: ...
+    def __getitem__(self, index: int | slice) -> Region | tuple[Region, ...]:
+        return tuple(self)[index]
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Regions):
+            return self.groups == other.groups
+        return tuple(self) == other
+
+    def __hash__(self) -> int:
+        return hash(self.groups)
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
+def _grouped(regions: Iterable[Region], part: Any) -> Regions:
+    return Regions.of(regions, stacked=part.spec.num_stacked)
 
 
 @frozen
@@ -48,7 +119,7 @@ class Part:
     """What one rank holds of one family. `spec.members` are the members that this rank knows of."""
 
     spec: TensorSpec
-    regions: tuple[Region, ...] = field(converter=_regions_in_order)
+    regions: Regions = field(converter=Converter(_grouped, takes_self=True))  # type: ignore[misc]
 
 
 def _parts_in_order(parts: Iterable[Part]) -> tuple[Part, ...]:
@@ -69,7 +140,7 @@ class Manifest:
     @property
     def nbytes(self) -> int:
         """Bytes of all regions, each copy counted."""
-        return sum(r.box.size * r.copies * itemsize(r.dtype) for part in self.parts for r in part.regions)
+        return sum(group.nbytes for part in self.parts for group in part.regions.groups)
 
 
 @frozen(order=True)

@@ -24,7 +24,8 @@ ROOMS = {
     "moving": "adapter packing fused runs fabric executor binding bits device narrowing",
     "files": "checkpoint tensor_parallel exporting staging",
     "protocol": "fold views manifest messages control membership agreement states push verify report seat participant "
-    "coordinator hub raising mover gathering rounds table outcome excuses admission steering confirming",
+    "coordinator hub raising mover gathering rounds table outcome excuses admission steering confirming columns "
+    "sharing stated",
     "doors": "hookspecs interface offers plugins",
     "façades": "joining session controller",
     "shell": "cli render testing demo",

@@ -219,10 +219,11 @@ def test_equal_manifests_have_equal_bytes_and_digests() -> None:
 
 def test_encode_is_a_fixed_text() -> None:
     spec = TensorSpec("layers.{}.w", (8,), [Box((0,), (2,))])
-    regions = [Region(Box((0, 4), (2, 8)), "bfloat16", (2,), 2), Region(Box((0, 0), (2, 4)), "bfloat16")]
+    regions = [Region(Box((1, 4), (2, 8)), "bfloat16", (2,), 2), Region(Box((0, 0), (2, 4)), "bfloat16")]
     assert encode(Manifest([Part(spec, regions)], [("b", "layers.0.w")])) == (
-        b'{"parts":[{"name":"layers.{}.w","shape":[8],"members":[[[0],[2]]],"regions":['
-        b'{"box":[[0,0],[2,4]],"dtype":"bfloat16"},{"box":[[0,4],[2,8]],"dtype":"bfloat16","granule":[2],"copies":2}'
+        b'{"members":[[[0],[2]],[[1],[1]]],"parts":[{"name":"layers.{}.w","shape":[8],"members":0,"regions":['
+        b'{"box":[[0],[4]],"dtype":"bfloat16"},'
+        b'{"box":[[4],[8]],"dtype":"bfloat16","members":1,"granule":[2],"copies":2}'
         b']}],"aliases":[["b","layers.0.w"]]}'
     )
 
@@ -231,10 +232,10 @@ def good() -> dict[str, Any]:
     part = {
         "name": "layers.{}.w",
         "shape": [8, 4],
-        "members": [[[0], [3]], [[5], [6]]],
-        "regions": [{"box": [[0, 0, 0], [3, 4, 4]], "dtype": "float32"}],
+        "members": 0,
+        "regions": [{"box": [[0, 0], [4, 4]], "dtype": "float32", "members": 1}],
     }
-    return {"parts": [part], "aliases": []}
+    return {"members": [[[0, 2], [3, 1]], [[0], [3]]], "parts": [part], "aliases": []}
 
 
 def text(value: object) -> bytes:
@@ -254,6 +255,16 @@ def in_part(**fields: Any) -> Spoil:
 
 def in_region(**fields: Any) -> Spoil:
     return lambda body: body["parts"][0]["regions"][0].update(fields)
+
+
+def listing(*columns: Any) -> Spoil:
+    """Other columns in the place of the part's own members."""
+    return lambda body: body["members"].__setitem__(0, list(columns))
+
+
+def of_members(*columns: Any) -> Spoil:
+    """Other columns in the place of the region's members."""
+    return lambda body: body["members"].__setitem__(1, list(columns))
 
 
 def another_part(**fields: Any) -> Spoil:
@@ -286,19 +297,32 @@ def with_aliases(*pairs: tuple[str, str]) -> Spoil:
         pytest.param(in_part(name="layers.{0.__class__}.w"), "not a checkpoint name", id="format string for a name"),
         pytest.param(in_part(name="layers.3.{}.w"), "not a family's name", id="number left in a name"),
         pytest.param(in_part(name="layers.x{}.w"), "not a family's name", id="braces in a part of a name"),
-        pytest.param(in_part(members=[]), "lists 0 members", id="no member"),
-        pytest.param(in_part(members=[[[0], [2**62]]]), "lists 4611686018427387904 members", id="absurd members"),
-        pytest.param(in_part(members=[[[0], [3]], [[2], [6]]]), "lists a member twice", id="a member twice"),
-        pytest.param(in_part(members=[[[3], [0]]]), "needs 0 <= start <= stop", id="stop before start"),
-        pytest.param(in_part(members=[[[0, 0], [3, 3]]]), "1 stacked dims", id="members of other dims"),
-        pytest.param(in_part(members=[[[0], [1]]] * 20000), "length <= 16384", id="too many members"),
-        pytest.param(in_region(box=[[0, 0, 0], [4, 4, 4]]), "that it doesn't list", id="region of an unlisted member"),
-        pytest.param(in_region(box=[[7, 0, 0], [8, 4, 4]]), "that it doesn't list", id="region elsewhere"),
-        pytest.param(in_region(box=[[1, 0, 0], [1, 4, 4]]), "doesn't fit its 3 dims", id="region of no member"),
+        pytest.param(in_part(members=2), "members 2 is named where there are 2", id="members that aren't there"),
+        pytest.param(in_region(members=7), "members 7 is named where there are 2", id="a region's that aren't there"),
+        pytest.param(listing([], []), "no member", id="no member"),
+        pytest.param(listing([0], [2**62]), "1099511627776 members", id="absurd members"),
+        pytest.param(listing([0], [2**63 - 1]), "more than 62 bits", id="members beyond 62 bits"),
+        pytest.param(listing([2**61, 2**61], [2**61, 2**61]), "more than 62 bits", id="members that add up to more"),
+        pytest.param(listing([0, -1], [3, 4]), "Expected `int` >= 0", id="a member twice"),
+        pytest.param(listing([3], [0]), "an empty range", id="an empty range of members"),
+        pytest.param(listing([3], [-3]), "Expected `int` >= 0", id="stop before start"),
+        pytest.param(listing([0], [3], [0], [3]), "1 stacked dims", id="members of other dims"),
+        pytest.param(listing([0], [3], [0]), "need 2 columns", id="a column too many"),
+        pytest.param(listing([0, 2], [3]), "of one length", id="columns of different length"),
+        pytest.param(listing(), "1 stacked dims", id="no columns"),
+        pytest.param(listing([0] * (1 << 21), [1]), "length <= 1048576", id="too many members"),
+        pytest.param(of_members([0], [4]), "that it doesn't list", id="region of an unlisted member"),
+        pytest.param(of_members([7], [1]), "that it doesn't list", id="region elsewhere"),
+        pytest.param(of_members([1], [0]), "an empty range", id="region of no member"),
+        pytest.param(of_members([0], [3], [0], [3]), "that it doesn't list", id="region of members of other dims"),
+        pytest.param(of_members([0, 2], [3, 1]), "isn't canonical", id="a region's members stated and the same"),
+        pytest.param(lambda body: body["members"].reverse(), "that it doesn't list", id="members in another order"),
+        pytest.param(lambda body: body["members"].append([[9], [1]]), "isn't canonical", id="members of no part"),
+        pytest.param(in_region(box=[[0, 0], [9, 4]]), "isn't a region of its shape", id="region outside the shape"),
+        pytest.param(in_region(box=[[0], [4]]), "isn't a region of its shape", id="region of fewer dims"),
         pytest.param(
-            in_region(box=[[0, 0, 0], [3, 9, 4]]), "isn't a region of its shape", id="region outside the shape"
+            in_region(box=[[3, 0], [0, 4]]), "needs 0 <= start <= stop", id="region that ends before it starts"
         ),
-        pytest.param(in_region(box=[[0, 0], [3, 4]]), "isn't a region of its shape", id="region of fewer dims"),
         pytest.param(in_region(dtype="object"), "has dtype 'object'", id="unknown dtype"),
         pytest.param(in_region(copies=0), ">= 1", id="no copies"),
         pytest.param(in_region(copies=2**40), "<= 1048576", id="absurd copies"),
@@ -338,7 +362,7 @@ def test_decode_refuses(spoil: Spoil, says: str) -> None:
         pytest.param(text(good()).replace(b'"aliases"', b'"aliases":[],"aliases"'), id="a field twice"),
         pytest.param(b"\x80\x04\x95\x10\x00\x00\x00\x00\x00\x00\x00\x8c\x02os\x8c\x06system\x93.", id="a pickle"),
         pytest.param(b"[" * 200_000, id="deep nesting"),
-        pytest.param(b'{"parts":' + b"[" * 200_000, id="deep nesting in a field"),
+        pytest.param(b'{"members":' + b"[" * 200_000, id="deep nesting in a field"),
         pytest.param(b'{"x":' + b"[" * 200_000, id="deep nesting in an unknown field"),
         pytest.param(b"\xff\xfe{}", id="not UTF-8"),
         pytest.param(text(good()).replace(b"layers", b"lay\xffers"), id="not UTF-8 in a name"),
@@ -364,9 +388,9 @@ def test_decode_refuses_any_damage_or_reads_another_manifest(data: st.DataObject
 
 def test_scattered_members_are_checked_against_scattered_ranges() -> None:
     body = good()
-    even = [[[2 * i], [2 * i + 1]] for i in range(50)]
-    body["parts"][0].update(members=even, regions=[{"box": [[4, 0, 0], [5, 8, 4]], "dtype": "float32"}])
+    even = [[0] + [1] * 49, [1] * 50]
+    body["members"] = [even, [[4], [1]]]
     assert decode(text(body)).parts[0].spec.num_members == 50
-    body["parts"][0]["regions"][0]["box"] = [[4, 0, 0], [6, 8, 4]]
+    body["members"][1] = [[4], [2]]
     with pytest.raises(RendezvousError, match="that it doesn't list"):
         decode(text(body))

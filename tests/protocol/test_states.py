@@ -19,7 +19,7 @@ from refit_sdk.coordinator import Coordinator
 from refit_sdk.errors import RendezvousError
 from refit_sdk.messages import Claim, Done, EngineDone, Hello, Linked, Message, Planned, Ready, Unable, Unready
 from refit_sdk.states import ENGINE, SESSION, EngineState, PushState, SessionState, next_state
-from refit_sdk.world import Manifest
+from refit_sdk.world import Manifest, World
 
 DEADLINE, HEARTBEAT = 10.0, 2.0
 EMPTY = wire.encode(Manifest(()))
@@ -38,6 +38,7 @@ class Process:
     joined: bool = False
     closed: bool = False
     form: messages.Form | None = None
+    world: World | None = None
     groups: dict[str, list[int]] = field(factory=dict)
 
     @property
@@ -271,8 +272,12 @@ class Rendezvous(RuleBasedStateMachine):
             case messages.Refused():
                 process.doing, process.closed = "refused", True
             case messages.Form(epoch=epoch) if process.doing == "round":
-                process.form = message
-                self.up(process, Planned(epoch=epoch, input_digest="i", plan_digest="p"))
+                process.world = self.world_of(process, message)
+                if process.world is None:
+                    self.up(process, messages.Failed(epoch=epoch, error="RendezvousError", causes=("gone",)))
+                else:
+                    process.form = message
+                    self.up(process, Planned(epoch=epoch, input_digest="i", plan_digest="p"))
             case messages.Link(epoch=epoch) if process.doing == "round":
                 self.connect(process)
                 self.up(process, Linked(epoch=epoch))
@@ -294,10 +299,20 @@ class Rendezvous(RuleBasedStateMachine):
             case messages.Closed():
                 process.closed = True
 
+    def world_of(self, process: Process, form: messages.Form) -> World | None:
+        """The world that a process was told of, or None if another epoch has begun since, or it's lost."""
+        asked = messages.WorldGet(id=7, epoch=form.epoch, start=0)
+        replies = [m for _, m in self.hub.receive(process.link, asked, now=self.now)]
+        if not replies or not isinstance(replies[0], messages.StoreReply) or not replies[0].value:
+            return None
+        assert wire.digest(replies[0].value) == form.digest
+        return wire.decode_world(replies[0].value)
+
     def connect(self, process: Process) -> None:
         """Make the fresh groups. The others must have the members that the world says: connecting would never end."""
         assert process.form is not None
-        world = wire.decode_world(process.form.world)
+        world = process.world
+        assert world is not None
         mine = {(claim.side, claim.engine, claim.rank) for claim in process.claims}
         number = next(seat.process for seat in world.seats if (seat.side, seat.engine, seat.rank) in mine)
         groups = {
