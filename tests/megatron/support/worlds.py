@@ -1,0 +1,87 @@
+"""Gloo processes that hold a Megatron model together: started from a server that has imported everything once."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+FOLDERS = [HERE, HERE.parents[1] / "judge", HERE.parents[1] / "refit", HERE.parents[2]]
+SECONDS = 120.0
+"""How long a test waits for a rank."""
+
+
+def context() -> Any:
+    """Processes that have torch, Megatron and our modules loaded. The server finds ours by PYTHONPATH."""
+    known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*map(str, FOLDERS), *filter(None, known)]))
+    made = mp.get_context("forkserver")
+    made.set_forkserver_preload(["build", "preloaded", "refit_sdk.session", "refit_sdk.controller"])
+    return made
+
+
+def _rank(number: int, world: int, store: str, body: Callable[..., Any], args: Sequence[Any], results: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        if world:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=number, world_size=world, timeout=timedelta(seconds=SECONDS)
+            )
+        results.put((number, True, body(number, *args)))
+    except BaseException as error:  # noqa: BLE001 - a rank's failure is the test's to judge
+        results.put((number, False, (type(error).__name__, str(error), traceback.format_exc())))
+    finally:
+        results.close()
+        results.join_thread()
+        os._exit(0)
+
+
+class Failure(AssertionError):
+    """A rank raised."""
+
+
+def outcomes(bodies: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]], *, world: int) -> list[Any]:
+    """Run a body in each process, `body(rank, *args)`: what each returned, or (class, text, trace) of what it raised.
+
+    The first `world` of them are a process group of torch's.
+    """
+    made = context()
+    results = made.SimpleQueue() if False else made.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder, "store"))
+        processes = [
+            made.Process(target=_rank, args=(n, world if n < world else 0, store, body, args, results), daemon=True)
+            for n, (body, args) in enumerate(bodies)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            heard = [results.get(timeout=SECONDS) for _ in processes]
+        finally:
+            for process in processes:
+                process.join(2.0)
+                process.kill()
+    return [(fine, value) for _, fine, value in sorted(heard, key=lambda each: each[0])]
+
+
+def results(bodies: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]], *, world: int) -> list[Any]:
+    """What each process returned. The first failure is raised, with the trace of its rank."""
+    found = outcomes(bodies, world=world)
+    traces = [f"rank {number}: {value[2]}" for number, (fine, value) in enumerate(found) if not fine]
+    if traces:
+        raise Failure("\n".join(traces))
+    return [value for _, value in found]
+
+
+def everywhere(body: Callable[..., Any], world: int, *args: Any) -> list[Any]:
+    """The same body on all ranks of a world."""
+    return results([(body, args)] * world, world=world)
