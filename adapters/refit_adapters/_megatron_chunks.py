@@ -123,7 +123,7 @@ def _check_stages(chunks: Sequence[Chunk]) -> None:
             f"{len(chunks)} chunks were given, and Megatron's config says virtual_pipeline_model_parallel_size="
             f"{wanted}; pass the whole list of the rank's model chunks"
         )
-    if wanted > 1 and None not in stages and sorted(stages) != list(range(wanted)):
+    if wanted > 1 and None not in stages and set(stages) != set(range(wanted)):
         raise LayoutError(
             f"the chunks are virtual stages {stages}, not 0 to {wanted - 1}; pass each of the rank's stages once"
         )

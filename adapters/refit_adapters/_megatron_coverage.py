@@ -29,7 +29,9 @@ SHOWN: Final = 20
 """How many violations an error lists."""
 
 
-def violations(owners: Mapping[int, Manifest], *, layers: int, experts: int | None, expert_names: Iterable[str]) -> list[str]:
+def violations(
+    owners: Mapping[int, Manifest], *, layers: int, experts: int | None, expert_names: Iterable[str]
+) -> list[str]:
     """All that is wrong with what ranks own: by rank, a manifest of its own shards. `layers` counts MTP's too."""
     places = [
         (rank, part.spec.name, part.spec.shape, region.box)

@@ -192,7 +192,12 @@ def _heads(config: Any) -> Heads | None:
 def _check_configs(
     architecture: type[Architecture], sizes: dict[str, int], hf_config: dict[str, Any], config: Any, tied: bool
 ) -> None:
-    pairs = {"num_layers": "layers", "hidden_size": "hidden", "num_attention_heads": "heads", "num_query_groups": "kv_heads"}
+    pairs = {
+        "num_layers": "layers",
+        "hidden_size": "hidden",
+        "num_attention_heads": "heads",
+        "num_query_groups": "kv_heads",
+    }
     if getattr(config, "multi_latent_attention", False):
         del pairs["num_query_groups"]
     wrong = [
@@ -202,13 +207,17 @@ def _check_configs(
     ]
     says_tied = bool(hf_config.get("tie_word_embeddings", False))
     if tied != says_tied:
-        wrong.append(f"the head is {'' if tied else 'not '}the embedding in Megatron's model, and tie_word_embeddings={says_tied}")
+        wrong.append(
+            f"the head is {'' if tied else 'not '}the embedding in Megatron's model, and tie_word_embeddings={says_tied}"
+        )
     centred, wanted = (
         bool(getattr(owner, name, False))
         for owner, name in ((config, "layernorm_zero_centered_gamma"), (architecture, "zero_centered_norms"))
     )
     if centred != wanted:
-        wrong.append(f"layernorm_zero_centered_gamma={centred}, and norms of {architecture.name} count from {0 if wanted else 1}")
+        wrong.append(
+            f"layernorm_zero_centered_gamma={centred}, and norms of {architecture.name} count from {0 if wanted else 1}"
+        )
     _raise("Megatron's config and the Hugging Face config are of different models", wrong)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import te_stand_ins  # noqa: F401  before anything of megatron
+
 import megatron_cpu  # noqa: F401  isort: skip  before anything of megatron
 import torch
 from attrs import frozen
@@ -40,7 +41,9 @@ class Layout:
     def __str__(self) -> str:
         stated = {name: getattr(self, name) for name in ("tp", "pp", "vp", "ep", "etp", "cp", "dp", "first", "last")}
         words = [f"{name}{value}" for name, value in stated.items() if value not in (None, 1)]
-        return "-".join((*words, *(["local"] if self.local else []), *([f"pad{self.pad}"] if self.pad else []))) or "one"
+        return (
+            "-".join((*words, *(["local"] if self.local else []), *([f"pad{self.pad}"] if self.pad else []))) or "one"
+        )
 
 
 def start_groups(layout: Layout) -> Any:
@@ -91,10 +94,26 @@ def provider_of(bridge: Any, layout: Layout, dtype: torch.dtype) -> Any:
         settings |= {"make_vocab_size_divisible_by": layout.pad, "should_pad_vocab": True}
     for name, value in settings.items():
         setattr(provider, name, value)
-    if layout.local:
+    if "q_lora_rank" in vars(provider) and provider.q_lora_rank is None:
+        provider.qk_layernorm = False  # Megatron would put a norm before q, which no checkpoint has
+    if layout.local and getattr(provider, "multi_latent_attention", False):
         _let_local_attention_take_mla()
+        provider.transformer_layer_spec = _local_mla_spec
     provider.finalize()
     return provider
+
+
+def _local_mla_spec(config: Any, vp_stage: int | None = None) -> Any:
+    """Megatron's local layers with norms on the latents, which for TransformerEngine's it puts in by itself."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
+    for layer in spec.layer_specs:
+        attention = layer.submodules.self_attention.submodules
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.kv_layernorm = WrappedTorchNorm
+    return spec
 
 
 def _let_local_attention_take_mla() -> None:

@@ -4,7 +4,7 @@
   module. A stand-in for triton itself would make torch believe that it is there.
 - `torch.compile` gives back what it is given.
 - Where there's no CUDA, its questions have answers of the CPU: the current device is "cpu", a stream is a thing that
-  does nothing, `.cuda()` leaves a tensor where it is, and the tracker of random states has one state.
+  does nothing, `.cuda()` leaves a tensor where it is, nothing is pinned, the tracker of random states has one state.
 - `typing.override`, which Megatron-Bridge takes from Python 3.12, is that of typing_extensions.
 """
 
@@ -62,6 +62,8 @@ def _answer_for_cuda() -> None:
     torch.cuda.current_stream = lambda *args, **kwargs: IdleStream()
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    plain = torch.tensor
+    torch.tensor = lambda *args, pin_memory=False, **kwargs: plain(*args, **kwargs)
 
 
 def install() -> None:

@@ -1,4 +1,4 @@
-"""Stand-ins for the leaf classes of TransformerEngine, which needs a GPU: parameters and their marks, and a plain forward.
+"""Stand-ins for the leaf classes of TransformerEngine, which needs a GPU: parameters, their marks, a plain forward.
 
 With them installed, Megatron's own wrappers run (`TELayerNormColumnParallelLinear`, `TEGroupedMLP`, …), so parameters
 have the names that models in production have. What the leaves do as TransformerEngine does, as seen from outside: a

@@ -110,8 +110,14 @@ def tensors_of(config: dict[str, Any], dtype: str) -> dict[str, tuple[tuple[int,
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(for_class, dtype=getattr(torch, dtype))
     state = revert_weight_conversion(model, model.state_dict())
-    tied = {"lm_head.weight"} if config["tie_word_embeddings"] else set()
-    found = {_published(name): (tuple(t.shape), _kept(name, dtype)) for name, t in state.items() if name not in tied}
+    absent = ["lm_head.weight"] if config["tie_word_embeddings"] else []
+    if config.get("q_lora_rank", 0) is None:
+        absent.append("kv_a_layernorm")  # Megatron's norms on q and kv come together, and here q has none
+    found = {
+        _published(name): (tuple(tensor.shape), _kept(name, dtype))
+        for name, tensor in state.items()
+        if not any(part in name for part in absent)
+    }
     return {**found, **_mtp(config, found, dtype)}
 
 
