@@ -1,7 +1,7 @@
 """Entries → fragments: each shard of Megatron's as boxes of checkpoint tensors. Plain arithmetic, on any storage.
 
-1. Each entry's key gives its roles and form (`_megatron_keys`); the architecture's table gives names to the roles. Roles
-   without a name are collected, and are one error.
+1. Each entry's key gives its roles and form (`_megatron_keys`); the architecture's table gives names to the roles.
+   Roles without a name are collected, and are one error.
 2. A plain entry is one box. Of a padded vocabulary only real rows are. A part of a parameter begins where the parts
    before it end.
 3. Fused query, key and value lie head group by head group: a group's queries, its key, its value. A tensor-parallel cut
@@ -149,8 +149,8 @@ def _vocab(entry: Entry, name: str, model: Model, role: str) -> list[Fragment]:
     vocab = model.sizes.get("vocab")
     if vocab is None:
         raise LayoutError(
-            f"{name}: the Hugging Face config states no vocabulary, so it isn't known which of the {entry.shape[0]} rows "
-            f"are padding; they would travel"
+            f"{name}: the Hugging Face config states no vocabulary, so it isn't known which of the {entry.shape[0]} "
+            f"rows are padding; they would travel"
         )
     if vocab > entry.shape[0]:
         raise LayoutError(
@@ -172,8 +172,8 @@ def _check_shape(fragment: Fragment, role: str, model: Model, entry: Entry) -> N
     if len(wanted) != len(fragment.shape) or differs:
         shown = ", ".join("?" if size is None else str(size) for size in wanted)
         raise LayoutError(
-            f"{fragment.name}: Megatron's {entry.key} makes it {fragment.shape}, the Hugging Face config says ({shown}); "
-            f"it is another model's config"
+            f"{fragment.name}: Megatron's {entry.key} makes it {fragment.shape}, the Hugging Face config says ({shown})"
+            f"; it is another model's config"
         )
 
 

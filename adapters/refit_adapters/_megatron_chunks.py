@@ -108,8 +108,8 @@ def _refuse_hidden_ddp(module: Any) -> None:
     for hook in module._forward_pre_hooks.values():
         if "DistributedDataParallel" in getattr(hook, "__qualname__", ""):
             raise LayoutError(
-                "this chunk was taken out of a DistributedDataParallel that overlaps its parameter all-gather, so after "
-                "an optimizer step its values are old until the gather runs; pass the wrapped chunk"
+                "this chunk was taken out of a DistributedDataParallel that overlaps its parameter all-gather, so "
+                "after an optimizer step its values are old until the gather runs; pass the wrapped chunk"
             )
 
 

@@ -75,7 +75,8 @@ def _missing_layers(places: Sequence[Place], layers: int) -> Iterator[str]:
     if lost:
         yield f"nobody has layers {_ranges(lost)} of {layers}: a chunk is missing on some rank"
     if extra := sorted(known - set(range(layers))):
-        yield f"layers {_ranges(extra)} are there, and Megatron's config says {layers} layers: a chunk is another model's"
+        told = f"Megatron's config says {layers} layers"
+        yield f"layers {_ranges(extra)} are there, and {told}: a chunk is another model's"
 
 
 def _missing_experts(places: Sequence[Place], templates: set[str], experts: int) -> Iterator[str]:

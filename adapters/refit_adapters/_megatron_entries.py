@@ -63,8 +63,8 @@ def _entries(name: str, item: Any) -> Iterator[Entry]:
         ahead = part.prepend_axis_num
         if ahead:
             raise LayoutError(
-                f"{part.key}: this version of Megatron stacks {ahead} numbers in front of the shape where the key should "
-                f"have them; a version with singleton shards is needed (megatron-core 0.16 or later)"
+                f"{part.key}: this version of Megatron stacks {ahead} numbers in front of the shape where the key "
+                f"should have them; a version with singleton shards is needed (megatron-core 0.16 or later)"
             )
         view = part.data.detach()
         yield Entry(

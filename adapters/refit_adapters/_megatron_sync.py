@@ -1,8 +1,8 @@
 """Values that are new everywhere: a parameter all-gather that an optimizer step has put off is completed.
 
 With `overlap_param_gather`, after a step each data-parallel rank has new values for its own shard alone; the rest come
-when the next forward needs them. `start_param_sync(force_sync=True)` fetches them now, as Megatron does before it saves;
-one that is under way is waited for. The next forward then finds them fetched, so nothing is gathered twice.
+when the next forward needs them. `start_param_sync(force_sync=True)` fetches them now, as Megatron does before it
+saves; one that is under way is waited for. The next forward then finds them fetched, so nothing is gathered twice.
 """
 
 from __future__ import annotations
@@ -44,6 +44,6 @@ def _check_done(ddp: Any) -> None:
     groups = [*getattr(ddp, "bucket_groups", ()), *getattr(ddp, "expert_parallel_bucket_groups", ())]
     if any(getattr(group, "param_gather_handle", None) is not None for group in groups):
         raise LayoutError(
-            "a parameter all-gather is still under way after start_param_sync(force_sync=True), so replicas may be old; "
-            "train without overlap_param_gather"
+            "a parameter all-gather is still under way after start_param_sync(force_sync=True), so replicas may be "
+            "old; train without overlap_param_gather"
         )

@@ -207,16 +207,13 @@ def _check_configs(
     ]
     says_tied = bool(hf_config.get("tie_word_embeddings", False))
     if tied != says_tied:
+        head = "the head is the embedding" if tied else "the head is not the embedding"
+        wrong.append(f"{head} in Megatron's model, and tie_word_embeddings={says_tied} in the Hugging Face config")
+    centred = bool(getattr(config, "layernorm_zero_centered_gamma", False))
+    if centred != bool(getattr(architecture, "zero_centered_norms", False)):
         wrong.append(
-            f"the head is {'' if tied else 'not '}the embedding in Megatron's model, and tie_word_embeddings={says_tied}"
-        )
-    centred, wanted = (
-        bool(getattr(owner, name, False))
-        for owner, name in ((config, "layernorm_zero_centered_gamma"), (architecture, "zero_centered_norms"))
-    )
-    if centred != wanted:
-        wrong.append(
-            f"layernorm_zero_centered_gamma={centred}, and norms of {architecture.name} count from {0 if wanted else 1}"
+            f"layernorm_zero_centered_gamma={centred} in Megatron's: norms of {architecture.name} are "
+            f"{'whole in a checkpoint' if centred else 'one less in a checkpoint'}"
         )
     _raise("Megatron's config and the Hugging Face config are of different models", wrong)
 

@@ -204,3 +204,82 @@ BAD: dict[str, Any] = {
     "a copy": _quantised,
 }  # fmt: skip
 """By name: chunks and config as a user might give them."""
+
+
+def push(rank: int, told: dict[str, Any]) -> dict[str, Any]:
+    """A Megatron rank that pushes two versions; how many names were made after the first push."""
+    from refit_adapters import _megatron_entries
+
+    from refit_sdk.session import RefitSession
+
+    layout = told["layout"]
+    built = build.build(told["checkpoint"].path, layout)
+    chunks = in_ddp(built) if told.get("ddp") else built.chunks
+    chunks[0].hf_config = str(told["checkpoint"].path)
+    reads = []
+    real = _megatron_entries._entries
+    _megatron_entries._entries = lambda *args: (reads.append(args[0]), real(*args))[1]
+    with RefitSession.source(
+        chunks, rendezvous=told["where"], rank=rank, size=layout.world, engines=told["engines"], fabric=told["fabric"],
+        deadline=60,
+    ) as session:  # fmt: skip
+        first = session.push(version=1)
+        before = len(reads)
+        built.load(told["newer"])
+        second = session.push(version=2)
+        return {
+            "sent": [first.bytes_sent, second.bytes_sent],
+            "reads": [before, len(reads)],
+            "links": sorted(set(session.links.values())),
+        }
+
+
+def receive(process: int, told: dict[str, Any], rank: int, size: int) -> list[list[str]]:
+    """A rank of a fused engine: its faults after each of two pushes."""
+    from engine import Engine
+
+    from refit_sdk.session import RefitSession
+
+    held = Engine(told["checkpoint"], rank=rank, size=size)
+    found = []
+    with RefitSession.target(
+        held, rendezvous=told["where"], engine="fused", rank=rank, size=size, fabric=told["fabric"], deadline=60
+    ) as session:
+        for version in (1, 2):
+            report = session.receive()
+            assert report.version == version
+            found.append(held.faults(version=version))
+    return found
+
+
+def export(process: int, told: dict[str, Any], folder: Path) -> list[list[str]]:
+    """A directory that is written by each push: tensors that aren't the judge's, read back by safetensors."""
+    from safetensors import safe_open
+
+    from refit_sdk.exporting import Export, Wanted
+    from refit_sdk.session import RefitSession
+
+    checkpoint = told["checkpoint"]
+    wanted = {name: Wanted(shape, dtype) for name, (shape, dtype) in checkpoint.tensors.items()}
+    found = []
+    with RefitSession.target(
+        Export(directory=folder, tensors=wanted), rendezvous=told["where"], engine="files", rank=0, size=1,
+        fabric=told["fabric"], deadline=60,
+    ) as session:  # fmt: skip
+        for version in (1, 2):
+            session.receive()
+            wrong = []
+            for path in folder.glob("*.safetensors"):
+                with safe_open(path, framework="pt") as opened:
+                    for name in opened.keys():  # noqa: SIM118
+                        bits = checkpoint.bits(name, version=version)
+                        wrong += [name] if tiny.differing(torch_fill.read(opened.get_tensor(name)), bits) else []
+            found.append(wrong)
+    return found
+
+
+def nbytes(checkpoint: tiny.Checkpoint) -> list[int]:
+    """Bytes of each tensor."""
+    import math
+
+    return [math.prod(shape) * {"float32": 4, "bfloat16": 2}[dtype] for shape, dtype in checkpoint.tensors.values()]

@@ -1,4 +1,4 @@
-"""Lets the real megatron-core run on a machine without a GPU. Imported before anything of `megatron`; changes this only:
+"""Lets the real megatron-core run on a machine without a GPU. Imported before anything of `megatron`; what it changes:
 
 - `paged_stash`, which asks for triton as it's imported and which no dense or expert layer here runs, is a stand-in
   module. A stand-in for triton itself would make torch believe that it is there.

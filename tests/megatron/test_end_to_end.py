@@ -1,0 +1,47 @@
+"""Megatron, cut by tensor, pipeline and expert, into an engine that fuses and into a directory: twice, bit by bit."""
+
+import bodies
+import pytest
+import tiny
+import worlds
+from build import Layout
+from ranks import free_rendezvous
+
+LAYOUT = Layout(tp=2, pp=2, ep=2, etp=1)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("versions")
+    made = tiny.write("qwen3-moe", folder / "one")
+    tiny.write("qwen3-moe", folder / "two", version=2)
+    return made, folder / "two"
+
+
+def pushed(checkpoints, tmp_path, *, fabric, layout=LAYOUT, ddp=False):
+    checkpoint, newer = checkpoints
+    told = {
+        "checkpoint": checkpoint, "newer": newer, "layout": layout, "where": free_rendezvous(), "fabric": fabric,
+        "engines": ["fused", "files"], "ddp": ddp,
+    }  # fmt: skip
+    bodies_of = [(bodies.push, (told,))] * layout.world
+    bodies_of += [(bodies.receive, (told, rank, 2)) for rank in range(2)]
+    bodies_of += [(bodies.export, (told, tmp_path / "out"))]
+    found = worlds.results(bodies_of, world=layout.world)
+    return found[: layout.world], found[layout.world :]
+
+
+@pytest.mark.parametrize("fabric", ["mixed", "shm", "gloo"])
+def test_arrives_in_a_fused_engine_and_in_files(checkpoints, tmp_path, fabric):
+    sources, targets = pushed(checkpoints, tmp_path, fabric=fabric)
+    assert targets == [[[], []]] * 3
+    links = {link for each in sources for link in each["links"]}
+    assert all(("gloo" in link) == (fabric == "gloo") for link in links), links
+    whole = sum(bodies.nbytes(checkpoints[0]))
+    assert all(each["sent"][0] == each["sent"][1] > whole for each in sources)
+
+
+def test_a_second_push_reads_no_names(checkpoints, tmp_path):
+    sources, targets = pushed(checkpoints, tmp_path, fabric="mixed", layout=Layout(tp=2, dp=2, ep=2, etp=1), ddp=True)
+    assert targets == [[[], []]] * 3
+    assert all(each["reads"][0] == each["reads"][1] > 0 for each in sources)
