@@ -67,7 +67,13 @@ class Model:
     layers: int
     latent: bool = False
     tied: bool = False
-    hint: str = field(default="", kw_only=True)
+    shapes: dict[str, tuple[int | None, ...]] = field(factory=dict, eq=False, kw_only=True)
+
+    def shape(self, role: str) -> tuple[int | None, ...]:
+        """The shape that the config gives a role's tensor, worked out once."""
+        if role not in self.shapes:
+            self.shapes[role] = shape_of(role, self.sizes)
+        return self.shapes[role]
 
 
 @frozen(eq=False)
@@ -122,8 +128,9 @@ def _fragments(entry: Entry, place: Place, model: Model, before: int, total: int
             f"{entry.key}: Megatron says that its shape {entry.shape} may be padded, and it isn't known which rows of "
             f"{names[0]} are real; they would travel"
         )
+    roles = dict(zip(names, place.roles, strict=True))
     for fragment in made:
-        _check_shape(fragment, dict(zip(names, place.roles, strict=True))[fragment.name], model, entry)
+        _check_shape(fragment, roles[fragment.name], model, entry)
     return [fragment for fragment in made if not fragment.box.is_empty]
 
 
@@ -165,8 +172,8 @@ def _vocab(entry: Entry, name: str, model: Model, role: str) -> list[Fragment]:
 
 
 def _check_shape(fragment: Fragment, role: str, model: Model, entry: Entry) -> None:
-    wanted = shape_of(role, model.sizes)
-    if not wanted:
+    wanted = model.shape(role)
+    if not wanted or wanted == fragment.shape:
         return
     differs = any(size is not None and size != found for size, found in zip(wanted, fragment.shape, strict=False))
     if len(wanted) != len(fragment.shape) or differs:
@@ -185,5 +192,5 @@ def _unmapped(keys: Sequence[str], model: Model) -> LayoutError:
     return LayoutError(
         f"{len(keys)} of this rank's tensors have no name in a checkpoint of {model.architecture}:\n  "
         + "\n  ".join(lines)
-        + f"\nadd them to an architecture of your own (refit_register_architectures){model.hint}"
+        + "\nadd them to an architecture of your own (refit_register_architectures)"
     )

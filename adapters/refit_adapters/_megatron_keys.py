@@ -15,6 +15,7 @@ Place(roles=('expert.gate',), form='plain', layer=3, expert=7)
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Final, Literal
 
 from attrs import frozen
@@ -127,16 +128,24 @@ _MTP_INSIDE: Final = ("transformer_layer.", "mtp_model_layer.")
 def place_of(key: str, *, layers: int, latent: bool) -> Place:
     """Where an entry's tensors belong. `layers`: how many the model has before MTP; `latent`: attention is latent."""
     template, numbers = fold_name(key)
+    roles, form, prefix = _kind(template, latent)
+    if not prefix or len(numbers) > 2:
+        return Place(roles, form)
+    layer = numbers[0] + (layers if prefix == _MTP else 0)
+    return Place(roles, form, layer, numbers[1] if len(numbers) > 1 else None)
+
+
+@cache
+def _kind(template: str, latent: bool) -> tuple[tuple[str, ...], Form, str]:
+    """Roles and form of a key without its numbers, and how it begins if it is inside a layer."""
     outside = OUTSIDE.get(template)
     if outside is not None:
-        return Place((outside,), "vocab" if outside in ("embed", "head") else "plain")
-    prefix = next((prefix for prefix in (_DECODER, _MTP) if template.startswith(prefix)), None)
-    if prefix is None or len(numbers) > 2:
-        return Place((_as_role(template, numbers),), "plain")
-    layer = numbers[0] + (layers if prefix is _MTP else 0)
-    expert = numbers[1] if len(numbers) > 1 else None
-    roles, form = _inside(template.removeprefix(prefix), latent, is_mtp=prefix is _MTP)
-    return Place(roles or (_as_role(template, numbers),), form, layer, expert)
+        return (outside,), "vocab" if outside in ("embed", "head") else "plain", ""
+    prefix = next((prefix for prefix in (_DECODER, _MTP) if template.startswith(prefix)), "")
+    known: tuple[tuple[str, ...], Form] = ((), "plain")
+    if prefix and template.count("{}") < 3:
+        known = _inside(template.removeprefix(prefix), latent, is_mtp=prefix == _MTP)
+    return known[0] or (_as_role(template),), known[1], prefix
 
 
 def _inside(key: str, latent: bool, *, is_mtp: bool) -> tuple[tuple[str, ...], Form]:
@@ -157,12 +166,10 @@ def _inside(key: str, latent: bool, *, is_mtp: bool) -> tuple[tuple[str, ...], F
     return ((role,) if role else ()), "plain"
 
 
-def _as_role(template: str, numbers: tuple[int, ...]) -> str:
+def _as_role(template: str) -> str:
     """A key as its own role: its first number is the layer's, the next the expert's.
 
-    >>> _as_role("decoder.layers.{}.mlp.extra.weight", (1,))
+    >>> _as_role("decoder.layers.{}.mlp.extra.weight")
     'decoder.layers.{layer}.mlp.extra.weight'
     """
-    named = ["{layer}", "{expert}", *("{}" for _ in numbers[2:])]
-    parts = template.split("{}")
-    return "".join(text + mark for text, mark in zip(parts, [*named[: len(numbers)], ""], strict=True))
+    return template.replace("{}", "{layer}", 1).replace("{}", "{expert}", 1)

@@ -29,8 +29,10 @@ from typing import Any
 
 from attrs import frozen
 
-ROOT = Path(__file__).parents[1]
-sys.path.extend(str(ROOT / folder) for folder in ("megatron/support", "judge", "refit", "benchmarks"))
+sys.path.append(str(Path(__file__).parents[1] / "megatron" / "support"))
+sys.path.append(str(Path(__file__).parents[1] / "judge"))
+sys.path.append(str(Path(__file__).parents[1] / "refit"))
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import bench_megatron_ranks as ranks
 import tiny
@@ -59,7 +61,8 @@ def sizes(told: argparse.Namespace, kind: str) -> dict[str, Any]:
     """A config's sizes: about 64 MiB in bfloat16 by default, dense or with experts."""
     common = {
         "hidden_size": told.hidden, "num_hidden_layers": told.layers, "num_attention_heads": 8,
-        "head_dim": told.hidden // 8, "num_key_value_heads": 4, "intermediate_size": 3 * told.hidden, "vocab_size": 16 * told.hidden,
+        "head_dim": told.hidden // 8, "num_key_value_heads": 4, "intermediate_size": 3 * told.hidden,
+        "vocab_size": 16 * told.hidden,
     }  # fmt: skip
     experts = {"num_experts": 32, "moe_intermediate_size": told.hidden // 8}
     return {**common, **(experts if kind == "qwen3-moe" else {})}
@@ -69,16 +72,17 @@ def measure(case: Case, told: argparse.Namespace, folder: Path) -> dict[str, Any
     """Medians over turns of plan and refit seconds, and the ratios to the resharder's in the same turn."""
     checkpoint = tiny.write(case.kind, folder, dtype="bfloat16", **sizes(told, case.kind))
     world = case.source.world + case.target.world
-    where = [ranks.free_rendezvous() for _ in ranks.FABRICS]
+    where = [worlds.rendezvous() for _ in ranks.FABRICS]
     found = worlds.everywhere(ranks.compare, world, checkpoint, case.source, case.target, where, told.turns)
     assert [each["wrong"] for each in found] == [[]] * world, found
-    plans = {who: max(each["plan"][who] for each in found) for who in ranks.PLANNERS}
+    plans = {who: [max(turn) for turn in zip(*(e["plan"][who] for e in found), strict=True)] for who in ranks.PLANNERS}
     turns = {who: [max(turn) for turn in zip(*(e["refit"][who] for e in found), strict=True)] for who in ranks.MOVERS}
     base = turns["resharder"]
+    planned = zip(plans["refit_sdk"], plans["resharder"], strict=True)
     return {
         "mib": sum(each["mib"] for each in found),
-        "plan": plans,
-        "plan_ratio": plans["refit_sdk"] / plans["resharder"],
+        "plan": {who: statistics.median(took) for who, took in plans.items()},
+        "plan_ratio": statistics.median(a / b for a, b in planned),
         "refit": {who: statistics.median(took) for who, took in turns.items()},
         "refit_ratio": {
             who: statistics.median(a / b for a, b in zip(took, base, strict=True)) for who, took in turns.items()

@@ -12,7 +12,6 @@ import tiny
 import torch
 import torch.distributed as dist
 import torch_fill
-from ranks import free_rendezvous
 from refit_adapters.megatron import MegatronAdapter, MegatronModel
 from refit_backends.reshard import Reshard
 
@@ -23,7 +22,7 @@ from refit_sdk.settings import Settings
 from refit_sdk.topology import Topology
 from refit_sdk.world import Seat, World
 
-__all__ = ["FABRICS", "MOVERS", "PLANNERS", "compare", "describe", "free_rendezvous"]
+__all__ = ["FABRICS", "MOVERS", "PLANNERS", "compare", "describe"]
 
 FABRICS = ("mixed", "gloo")
 MOVERS = ("resharder", *FABRICS)
@@ -100,10 +99,11 @@ def compare(
     number = rank if is_source else rank - source.world
     adapter = MegatronAdapter(MegatronModel(chunks, checkpoint.path), rank=number, size=layout.world)
     fragments = adapter.describe()
-    plan = {
-        "resharder": _timed(lambda: _prepare(chunks, is_source)),
-        "refit_sdk": statistics.median(_timed(lambda: _plan(rank, source, adapter)) for _ in range(3)),
-    }
+    planners = {"resharder": lambda: _prepare(chunks, is_source), "refit_sdk": lambda: _plan(rank, source, adapter)}
+    plan: dict[str, list[float]] = {who: [] for who in PLANNERS}
+    for turn in range(turns):
+        for who in PLANNERS[:: -1 if turn % 2 else 1]:
+            plan[who].append(_timed(planners[who]))
     if is_source:
         _fill(fragments, checkpoint)
     service, took, wrong = _service(), {who: [] for who in MOVERS}, []
@@ -150,8 +150,9 @@ def _sides(chunks: list[Any], is_source: bool) -> tuple[Any, Any]:
 
 
 def _prepare(chunks: list[Any], is_source: bool) -> None:
-    from megatron.core.resharding.refit import prepare_swap_model_weights
+    from megatron.core.resharding.refit import clear_plan_cache, prepare_swap_model_weights
 
+    clear_plan_cache()
     prepare_swap_model_weights(*_sides(chunks, is_source))
 
 

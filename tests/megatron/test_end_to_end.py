@@ -5,7 +5,6 @@ import pytest
 import tiny
 import worlds
 from build import Layout
-from ranks import free_rendezvous
 
 LAYOUT = Layout(tp=2, pp=2, ep=2, etp=1)
 
@@ -21,7 +20,7 @@ def checkpoints(tmp_path_factory):
 def pushed(checkpoints, tmp_path, *, fabric, layout=LAYOUT, ddp=False):
     checkpoint, newer = checkpoints
     told = {
-        "checkpoint": checkpoint, "newer": newer, "layout": layout, "where": free_rendezvous(), "fabric": fabric,
+        "checkpoint": checkpoint, "newer": newer, "layout": layout, "where": worlds.rendezvous(), "fabric": fabric,
         "engines": ["fused", "files"], "ddp": ddp,
     }  # fmt: skip
     bodies_of = [(bodies.push, (told,))] * layout.world

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing as mp
 import os
+import random
+import socket
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
@@ -12,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-FOLDERS = [HERE, HERE.parents[1] / "judge", HERE.parents[1] / "refit", HERE.parents[2]]
+FOLDERS = [HERE, *(HERE.parents[1] / folder for folder in ("judge", "refit", "benchmarks")), HERE.parents[2]]
 SECONDS = 120.0
 """How long a test waits for a rank."""
 
@@ -24,6 +27,15 @@ def context() -> Any:
     made = mp.get_context("forkserver")
     made.set_forkserver_preload(["build", "preloaded", "refit_sdk.session", "refit_sdk.controller"])
     return made
+
+
+def rendezvous() -> str:
+    """An address below the ports that the system hands out: the groups that form meanwhile listen on those."""
+    while True:
+        port = random.randrange(15000, 30000)
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return f"tcp://127.0.0.1:{port}"
 
 
 def _rank(number: int, world: int, store: str, body: Callable[..., Any], args: Sequence[Any], results: Any) -> None:
@@ -55,7 +67,7 @@ def outcomes(bodies: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]], *, wo
     The first `world` of them are a process group of torch's.
     """
     made = context()
-    results = made.SimpleQueue() if False else made.Queue()
+    results = made.Queue()
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder, "store"))
         processes = [
