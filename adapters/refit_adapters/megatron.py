@@ -19,6 +19,7 @@ from attrs import field, frozen
 from refit_adapters import _megatron_sync, _megatron_version
 from refit_adapters._hf_config import read
 from refit_adapters._megatron_boxes import Heads, Model, Owned, owned
+from refit_adapters._megatron_bridge import names_from_bridge
 from refit_adapters._megatron_chunks import Chunk, chunks_of, hf_config_of, is_megatron
 from refit_adapters._megatron_coverage import SHOWN, Sum, drifted, violations
 from refit_adapters._megatron_entries import entries_of
@@ -162,11 +163,11 @@ def _model(chunks: Sequence[Chunk], given: Any) -> Model:
             "called, isn't known; pass MegatronModel(chunks, hf_config=path), or set model.hf_config"
         )
     hf_config, config = read(found), chunks[0].config
-    architecture = names_for(hf_config)
+    architecture = names_for(hf_config) or names_from_bridge(hf_config)
     if architecture is None:
         raise LayoutError(
             f"no architecture is known for model_type {hf_config.get('model_type')!r}; "
-            f"register one (refit_register_architectures)"
+            f"register one (refit_register_architectures), or install Megatron-Bridge if it knows the model"
         )
     tied = bool(getattr(chunks[0].module, "share_embeddings_and_output_weights", False))
     sizes = sizes_of(architecture, hf_config)

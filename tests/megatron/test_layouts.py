@@ -72,6 +72,13 @@ def test_replicas_are_holders_and_a_tied_head_has_one_owner(checkpoints):
     assert not any("lm_head.weight" in held for held in names)
 
 
+@pytest.mark.parametrize("kind", ["mistral", "olmoe"])
+def test_names_that_megatron_bridge_supplies(checkpoints, kind):
+    """No table is for these."""
+    layout = Layout(tp=2, pp=2) if kind == "mistral" else Layout(tp=2, ep=2, etp=1)
+    check(Case(kind, layout), checkpoints(kind))
+
+
 def test_padding_is_nobodys(checkpoints):
     """500 rows padded to 1536 over four ranks: the last two have padding alone."""
     described = check(Case("qwen3-odd-vocab", Layout(tp=4, pad=384)), checkpoints("qwen3-odd-vocab"))

@@ -50,6 +50,17 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek": ("deepseek_v3", MLA),
     "deepseek-plain-q": ("deepseek_v3", {**MLA, "q_lora_rank": None}),
     "deepseek-mtp": ("deepseek_v3", {**MLA, "num_nextn_predict_layers": 1}),
+    "mistral": ("mistral", {}),
+    "olmoe": (
+        "olmoe",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 32,
+            "head_dim": None,
+            "num_key_value_heads": 4,
+        },
+    ),
     "nemotron-h": ("nemotron_h", MAMBA),
 }
 """Kind → (model_type, what differs from `BASE`)."""
