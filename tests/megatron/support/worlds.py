@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing as mp
 import os
+import queue
 import random
 import socket
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -43,6 +46,8 @@ def _rank(number: int, world: int, store: str, body: Callable[..., Any], args: S
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(SECONDS - 20)
     try:
         if world:
             dist.init_process_group(
@@ -77,12 +82,29 @@ def outcomes(bodies: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]], *, wo
         for process in processes:
             process.start()
         try:
-            heard = [results.get(timeout=SECONDS) for _ in processes]
+            heard = _heard(processes, results)
         finally:
             for process in processes:
                 process.join(2.0)
                 process.kill()
     return [(fine, value) for _, fine, value in sorted(heard, key=lambda each: each[0])]
+
+
+def _heard(processes: Sequence[Any], results: Any) -> list[Any]:
+    """A word of each process. One that ended without a word, or a silence, is a failure that says whose."""
+    heard: dict[int, Any] = {}
+    quiet = time.monotonic()
+    while len(heard) < len(processes):
+        try:
+            word = results.get(timeout=1.0)
+        except queue.Empty:
+            silent = [n for n in range(len(processes)) if n not in heard]
+            ended = {n: processes[n].exitcode for n in silent if processes[n].exitcode is not None}
+            if (ended and time.monotonic() - quiet > 3.0) or time.monotonic() - quiet > SECONDS:
+                raise Failure(f"ranks {silent} said nothing; ended, with which code: {ended}") from None
+            continue
+        heard[word[0]], quiet = word, time.monotonic()
+    return list(heard.values())
 
 
 def results(bodies: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]], *, world: int) -> list[Any]:
