@@ -8,7 +8,8 @@ gloo sends and receives straight into the target, which is kind to it: its own g
 what the adapter describes, over gloo and over what sessions take by themselves (shared memory on one host), agreement
 and commit included. After each turn the target is compared with the judge's values, element by element.
 
-*Plan* is, for both, from models to what each rank sends: describing, exchanging, planning. Cases are those that the
+*Plan* is, for both, from models to what each rank sends: describing, exchanging, planning; and ours once more without
+describing, which a session does when it opens, not when it plans again. Cases are those that the
 resharder gets right: it reads one chunk a rank, and mixes up experts when sequential ones change their expert
 parallelism or grouped ones their expert-tensor parallelism.
 
@@ -78,11 +79,13 @@ def measure(case: Case, told: argparse.Namespace, folder: Path) -> dict[str, Any
     plans = {who: [max(turn) for turn in zip(*(e["plan"][who] for e in found), strict=True)] for who in ranks.PLANNERS}
     turns = {who: [max(turn) for turn in zip(*(e["refit"][who] for e in found), strict=True)] for who in ranks.MOVERS}
     base = turns["resharder"]
-    planned = zip(plans["refit_sdk"], plans["resharder"], strict=True)
     return {
         "mib": sum(each["mib"] for each in found),
         "plan": {who: statistics.median(took) for who, took in plans.items()},
-        "plan_ratio": statistics.median(a / b for a, b in planned),
+        "plan_ratio": {
+            who: statistics.median(a / b for a, b in zip(took, plans["resharder"], strict=True))
+            for who, took in plans.items()
+        },
         "refit": {who: statistics.median(took) for who, took in turns.items()},
         "refit_ratio": {
             who: statistics.median(a / b for a, b in zip(took, base, strict=True)) for who, took in turns.items()
@@ -106,12 +109,13 @@ def describing(told: argparse.Namespace, folder: Path) -> list[dict[str, float]]
 def show(name: str, row: dict[str, Any], say: Callable[[str], None] = print) -> None:
     """A case as lines."""
     plan = row["plan"]
-    ours, theirs = (f"{1e3 * plan[who]:.1f} ms" for who in ("refit_sdk", "resharder"))
-    say(f"{name}: {row['mib']:.0f} MiB; plan {ours}, resharder {theirs}, ratio {row['plan_ratio']:.2f}")
+    say(f"{name}: {row['mib']:.0f} MiB")
+    for who, seconds in plan.items():
+        say(f"    {who:18} plan  {1e3 * seconds:7.1f} ms  ratio {row['plan_ratio'][who]:.2f}")
     for who, seconds in row["refit"].items():
         low, high = row["spread"][who]
         ratio = row["refit_ratio"][who]
-        say(f"    {who:12} refit {1e3 * seconds:7.1f} ms ({1e3 * low:.1f}..{1e3 * high:.1f})  ratio {ratio:.2f}")
+        say(f"    {who:18} refit {1e3 * seconds:7.1f} ms ({1e3 * low:.1f}..{1e3 * high:.1f})  ratio {ratio:.2f}")
 
 
 def main() -> None:

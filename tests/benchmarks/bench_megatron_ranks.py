@@ -26,7 +26,7 @@ __all__ = ["FABRICS", "MOVERS", "PLANNERS", "compare", "describe"]
 
 FABRICS = ("mixed", "gloo")
 MOVERS = ("resharder", *FABRICS)
-PLANNERS = ("resharder", "refit_sdk")
+PLANNERS = ("resharder", "refit_sdk", "described already")
 
 
 def _service() -> Any:
@@ -99,10 +99,14 @@ def compare(
     number = rank if is_source else rank - source.world
     adapter = MegatronAdapter(MegatronModel(chunks, checkpoint.path), rank=number, size=layout.world)
     fragments = adapter.describe()
-    planners = {"resharder": lambda: _prepare(chunks, is_source), "refit_sdk": lambda: _plan(rank, source, adapter)}
+    planners = {
+        "resharder": lambda: _prepare(chunks, is_source),
+        "refit_sdk": lambda: _plan(rank, source, adapter.describe()),
+    }
+    planners["described already"] = lambda: _plan(rank, source, fragments)
     plan: dict[str, list[float]] = {who: [] for who in PLANNERS}
     for turn in range(turns):
-        for who in PLANNERS[:: -1 if turn % 2 else 1]:
+        for who in PLANNERS[turn % 3 :] + PLANNERS[: turn % 3]:
             plan[who].append(_timed(planners[who]))
     if is_source:
         _fill(fragments, checkpoint)
@@ -162,9 +166,9 @@ def _swap(chunks: list[Any], is_source: bool, service: Any) -> None:
     swap_model_weights(*_sides(chunks, is_source), service)
 
 
-def _plan(rank: int, source: build.Layout, adapter: MegatronAdapter) -> None:
-    """Describe, exchange manifests, plan, and derive this rank's program."""
-    mine = encode(fold(adapter.describe()))
+def _plan(rank: int, source: build.Layout, fragments: Sequence[Any]) -> None:
+    """Exchange manifests, plan, and derive this rank's program."""
+    mine = encode(fold(fragments))
     bodies: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(bodies, mine)
     seats = [

@@ -44,3 +44,10 @@ def test_copies_that_drifted_are_named_with_their_ranks(checkpoints):
 def test_equal_copies_pass(checkpoints):
     layout = Layout(tp=2, dp=2)
     assert worlds.everywhere(bodies.drifting, layout.world, checkpoints["qwen3"][0], layout, {}) == [""] * 4
+
+
+def test_storage_that_was_rebound_is_read_again(checkpoints):
+    checkpoint, newer = checkpoints["qwen3-moe"]
+    layout = Layout(tp=2, ep=2, etp=1)
+    found = worlds.everywhere(bodies.rebound, layout.world, checkpoint, newer, layout)
+    assert found == [{"same": True, "changed": True, "wrong": ()}] * layout.world

@@ -109,7 +109,7 @@ def drifting(rank: int, checkpoint: tiny.Checkpoint, layout: build.Layout, where
     adapter.describe()
     if rank in where:
         with torch.no_grad():
-            dict(built.chunks[0].named_parameters())[where[rank]].view(-1)[0] += 1
+            dict(built.chunks[0].named_parameters())[where[rank]].view(-1)[0] = 0.5
     return raised(adapter.prepare)
 
 
@@ -283,3 +283,51 @@ def nbytes(checkpoint: tiny.Checkpoint) -> list[int]:
     import math
 
     return [math.prod(shape) * {"float32": 4, "bfloat16": 2}[dtype] for shape, dtype in checkpoint.tensors.values()]
+
+
+def rebound(rank: int, checkpoint: tiny.Checkpoint, newer: Path, layout: build.Layout) -> dict[str, Any]:
+    """Every parameter gets new storage, with the next version in it: what identity and a second description say."""
+    built = build.build(checkpoint.path, layout)
+    adapter = MegatronAdapter(MegatronModel(built.chunks, checkpoint.path), rank=rank, size=layout.world)
+    adapter.describe()
+    before = adapter.identity()
+    same = adapter.identity() == before
+    for chunk in built.chunks:
+        for parameter in chunk.parameters():
+            parameter.data = parameter.data.clone()
+    changed = adapter.identity() != before
+    built.load(newer)
+    return {"same": same, "changed": changed, "wrong": judged(adapter.describe(), checkpoint, version=2).wrong}
+
+
+def push_drifted(rank: int, told: dict[str, Any]) -> str:
+    """A rank of which one copy has drifted: what its push raises."""
+    import torch
+
+    from refit_sdk.session import RefitSession
+
+    layout = told["layout"]
+    built = build.build(told["checkpoint"].path, layout)
+    model = MegatronModel(built.chunks, told["checkpoint"].path, check_replicas=True)
+    with RefitSession.source(
+        model, rendezvous=told["where"], rank=rank, size=layout.world, engines=["fused"], deadline=60
+    ) as session:
+        if rank == 1:
+            with torch.no_grad():
+                built.chunks[0].decoder.final_layernorm.weight[3] = 0.5  # adding 1 may change nothing
+        return raised(lambda: session.push(version=1))
+
+
+def receive_nothing(process: int, told: dict[str, Any], rank: int, size: int) -> tuple[str, list[str]]:
+    """A rank of a fused engine that is to get nothing: what it hears, and storages that aren't as they were."""
+    from engine import Engine
+
+    from refit_sdk.session import RefitSession
+
+    held = Engine(told["checkpoint"], rank=rank, size=size)
+    before = {name: torch_fill.read(storage) for name, storage in held.storages.items()}
+    with RefitSession.target(
+        held, rendezvous=told["where"], engine="fused", rank=rank, size=size, deadline=60
+    ) as session:
+        said = raised(session.receive)
+    return said, [name for name, bits in before.items() if tiny.differing(torch_fill.read(held.storages[name]), bits)]
