@@ -10,7 +10,9 @@ Megatron is never imported: its classes are known by their modules' names.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -37,8 +39,20 @@ class Chunk:
 
     @property
     def groups(self) -> Any:
-        """Megatron's process groups of the chunk, or None where it has none."""
-        return getattr(self.module, "pg_collection", None)
+        """Megatron's process groups: the chunk's own, or the job's where it has none; None before there are any."""
+        own = getattr(self.module, "pg_collection", None)
+        return own if own is not None else _groups_of_the_job()
+
+
+def _groups_of_the_job() -> Any:
+    job = sys.modules.get("megatron.core.parallel_state")
+    if job is None or not job.model_parallel_is_initialized():
+        return None
+    return SimpleNamespace(
+        tp=job.get_tensor_model_parallel_group(),
+        pp=job.get_pipeline_model_parallel_group(),
+        dp_cp=job.get_data_parallel_group(with_context_parallel=True),
+    )
 
 
 def is_megatron(model: Any) -> bool:

@@ -41,6 +41,11 @@ def test_copies_that_drifted_are_named_with_their_ranks(checkpoints):
     assert said[0].count("\n") == 2
 
 
+def test_a_chunk_without_groups_has_the_jobs():
+    layout = Layout(tp=2, pp=2)
+    assert worlds.everywhere(bodies.groups, layout.world, layout) == [True] * 4
+
+
 def test_equal_copies_pass(checkpoints):
     layout = Layout(tp=2, dp=2)
     assert worlds.everywhere(bodies.drifting, layout.world, checkpoints["qwen3"][0], layout, {}) == [""] * 4

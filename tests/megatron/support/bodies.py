@@ -300,6 +300,18 @@ def rebound(rank: int, checkpoint: tiny.Checkpoint, newer: Path, layout: build.L
     return {"same": same, "changed": changed, "wrong": judged(adapter.describe(), checkpoint, version=2).wrong}
 
 
+def groups(rank: int, layout: build.Layout) -> bool:
+    """Whether a chunk without groups of its own has the job's."""
+    from types import SimpleNamespace
+
+    from refit_adapters._megatron_chunks import Chunk
+
+    bare = Chunk(SimpleNamespace(pg_collection=None), config=None)
+    before = bare.groups
+    own, found = build.start_groups(layout), bare.groups
+    return before is None and all(getattr(own, axis) is getattr(found, axis) for axis in ("tp", "pp", "dp_cp"))
+
+
 def push_drifted(rank: int, told: dict[str, Any]) -> str:
     """A rank of which one copy has drifted: what its push raises."""
     import torch
