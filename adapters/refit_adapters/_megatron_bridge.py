@@ -35,7 +35,7 @@ def names_from_bridge(config: Mapping[str, Any]) -> type[Architecture] | None:
     bridge = _bridge(config)
     if bridge is None:
         return None
-    changed = [name for name in _CHANGING if getattr(type(bridge), name).__module__ == type(bridge).__module__]
+    changed = _changing(type(bridge))
     if changed:
         raise LayoutError(
             f"no architecture is known for model_type {config.get('model_type')!r}, and Megatron-Bridge's "
@@ -55,6 +55,12 @@ def names_from_bridge(config: Mapping[str, Any]) -> type[Architecture] | None:
         }  # fmt: skip
 
     return FromBridge if found else None
+
+
+def _changing(bridge: type) -> list[str]:
+    """The methods by which a bridge changes values, among those that its base leaves alone."""
+    base = next((cls for cls in bridge.__mro__ if cls.__name__ == "MegatronModelBridge"), bridge)
+    return [name for name in _CHANGING if getattr(bridge, name, None) is not getattr(base, name, None)]
 
 
 def _is_installed() -> bool:

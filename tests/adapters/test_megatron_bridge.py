@@ -58,16 +58,22 @@ def test_mappings_that_do_more_have_no_name(mapping):
 
 
 def test_bridges_that_change_values_are_refused(monkeypatch):
-    class Base:
+    class MegatronModelBridge:
         def maybe_modify_loaded_hf_weight(self):
             pass
 
         def maybe_modify_converted_hf_weight(self):
             pass
 
-    Base.maybe_modify_converted_hf_weight.__module__ = "elsewhere"
+    class Family(MegatronModelBridge):
+        def maybe_modify_loaded_hf_weight(self):
+            pass
+
+    class One(Family):
+        pass
+
     monkeypatch.setattr("refit_adapters._megatron_bridge._is_installed", lambda: True)
-    monkeypatch.setattr("refit_adapters._megatron_bridge._bridge", lambda config: Base())
+    monkeypatch.setattr("refit_adapters._megatron_bridge._bridge", lambda config: One())
     with pytest.raises(LayoutError, match=r"'quux', .*changes values on the way \(maybe_modify_loaded_hf_weight\)"):
         names_from_bridge({"model_type": "quux"})
 
