@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-sys.path += [str(HERE / "support"), *(str(HERE.parent / folder) for folder in ("judge", "refit"))]
 
 
 def has_megatron() -> bool:
@@ -18,6 +17,8 @@ def has_megatron() -> bool:
 
 
 collect_ignore_glob = [] if has_megatron() else ["*.py"]
+if has_megatron():
+    sys.path += [str(HERE / "support"), *(str(HERE.parent / folder) for folder in ("judge", "refit"))]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
