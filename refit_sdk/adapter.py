@@ -2,7 +2,8 @@
 
 An adapter turns a framework's model into `Fragment`s once, at its edge; nothing behind it knows the framework. Of the
 doors here, `SourceAdapter` and `TargetAdapter` are given a live model by a session; `EngineControl` speaks to an engine
-that runs elsewhere; `PaperLayout` makes manifests from a layout string, without torch; an `Observer` watches.
+that runs elsewhere; `PaperLayout` makes manifests from a layout string, without torch; an `Architecture` is a
+checkpoint's names as data; an `Observer` watches.
 """
 
 from __future__ import annotations
@@ -136,6 +137,21 @@ class PaperLayout(Protocol):
     def manifests(self, layout: str, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> Iterable[Manifest]:
         """One manifest a rank, in rank order."""
         ...
+
+
+@runtime_checkable
+class Architecture(Protocol):
+    """The names of an architecture's Hugging Face checkpoint, as data.
+
+    `model_types` are the `model_type`s of configs that it is for. `names` has a checkpoint name for each *role*, with
+    `{layer}` and `{expert}` where numbers go; the roles are those of `refit_adapters.architectures.roles`. `sizes` says
+    under which key, or product of keys (`a*b`), a config has the number of heads, of experts and so on.
+    """
+
+    name: ClassVar[str]
+    model_types: ClassVar[tuple[str, ...]]
+    names: ClassVar[Mapping[str, str]]
+    sizes: ClassVar[Mapping[str, str]]
 
 
 @runtime_checkable

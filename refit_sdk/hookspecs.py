@@ -30,7 +30,7 @@ from typing import Final
 
 import pluggy
 
-from refit_sdk.adapter import EngineControl, Observer, PaperLayout, SourceAdapter, TargetAdapter
+from refit_sdk.adapter import Architecture, EngineControl, Observer, PaperLayout, SourceAdapter, TargetAdapter
 from refit_sdk.fabric import Fabric
 from refit_sdk.transport import Transport
 
@@ -90,6 +90,15 @@ def refit_register_paper_layouts() -> list[type[PaperLayout]]:
     """Called when a plan is made from a layout string and checkpoint shapes, with no model at hand.
 
     A paper layout needs neither torch nor the framework whose layout it writes down.
+    """
+    return []
+
+
+@hookspec
+def refit_register_architectures() -> list[type[Architecture]]:
+    """Called when an adapter needs the checkpoint names of a model whose own names are others.
+
+    An architecture is data: attributes of a class that is never made an instance of.
     """
     return []
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
-from typing import Any, Final, get_args, get_type_hints
+from typing import Any, Final, get_args, get_origin, get_type_hints
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9_.-]*")
 _RESERVED: Final = frozenset({"auto"})
@@ -39,7 +39,8 @@ def _name_faults(offered: type[Any]) -> Iterator[str]:
 
 def _attribute_faults(offered: type[Any], protocol: type[Any]) -> Iterator[str]:
     for name, hint in get_type_hints(protocol).items():
-        (wanted,) = get_args(hint)
+        (declared,) = get_args(hint)
+        wanted = get_origin(declared) or declared
         found = getattr(offered, name, None)
         if name != "name" and not isinstance(found, wanted):
             yield f"its {name} is {found!r}, not a {wanted.__name__}"

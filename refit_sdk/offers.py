@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from attrs import field, frozen
 
-from refit_sdk.adapter import EngineControl, Observer, PaperLayout, SourceAdapter, TargetAdapter
+from refit_sdk.adapter import Architecture, EngineControl, Observer, PaperLayout, SourceAdapter, TargetAdapter
 from refit_sdk.errors import PluginError
 from refit_sdk.fabric import Fabric
 from refit_sdk.transport import Transport
@@ -29,6 +29,7 @@ PROTOCOLS: Final[Mapping[str, type[Any]]] = {
     "target_adapter": TargetAdapter,
     "engine_control": EngineControl,
     "paper_layout": PaperLayout,
+    "architecture": Architecture,
     "observer": Observer,
 }
 """The kinds of plug-in, and the interface of each. The hook of a kind is `refit_register_<kind>s`."""
@@ -69,6 +70,14 @@ class Offer:
             return f"its own check failed: {type(error).__name__}: {error}"
         return answer
 
+    def about(self) -> str:
+        """What the class says of itself here, where it is usable: an optional classmethod `about`."""
+        ask = getattr(self.offered, "about", None)
+        try:
+            return str(ask()) if ask else ""
+        except Exception as error:  # noqa: BLE001  as for `missing`
+            return f"what it says of itself failed: {type(error).__name__}: {error}"
+
     def accepts(self, model: object) -> bool:
         """Whether an adapter accepts the model. `PluginError` naming the adapter if its own check fails."""
         try:
@@ -98,7 +107,7 @@ class Problem:
 
 @frozen(kw_only=True)
 class Finding:
-    """What `refit doctor` says of one offer, or of one plug-in that came to none."""
+    """What `refit doctor` says of one offer, or of one plug-in that came to none. `about`: its own words, if usable."""
 
     kind: str
     name: str
@@ -106,6 +115,7 @@ class Finding:
     usable: bool
     broken: bool
     why: str
+    about: str = ""
 
 
 @frozen
@@ -167,7 +177,13 @@ class Registry:
         rivals = self._rivals(offer.kind, offer.name)
         why = _clash(rivals) if len(rivals) > 1 else offer.missing()
         return Finding(
-            kind=offer.kind, name=offer.name, origin=offer.origin, usable=not why, broken=len(rivals) > 1, why=why or ""
+            kind=offer.kind,
+            name=offer.name,
+            origin=offer.origin,
+            usable=not why,
+            broken=len(rivals) > 1,
+            why=why or "",
+            about="" if why else offer.about(),
         )
 
     def _refuse(self, kind: str, name: str) -> Offer:

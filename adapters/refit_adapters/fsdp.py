@@ -15,6 +15,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, ClassVar
 
 from refit_adapters._describe import fragments
+from refit_adapters._megatron_chunks import is_megatron
 from refit_adapters._walk import tops, walk
 from refit_adapters._watch import Watch
 from refit_sdk.adapter import Fragment, SourceAdapter
@@ -33,8 +34,8 @@ class FsdpAdapter:
 
     @classmethod
     def accepts(cls, model: Any) -> bool:
-        """Whether there is an `FSDPModule` in the model, and the model doesn't describe itself."""
-        return not hasattr(model, "refit_fragments") and any(_fsdp_modules(model))
+        """Whether there is an `FSDPModule` in the model, which is not Megatron's and doesn't describe itself."""
+        return not hasattr(model, "refit_fragments") and any(_fsdp_modules(model)) and not is_megatron(model)
 
     def prepare(self) -> None:
         """Reshard every `FSDPModule`. `LayoutError` if one can't be, as its forward was broken off."""

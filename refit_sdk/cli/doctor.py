@@ -23,6 +23,7 @@ _KINDS_OF_OPTION = {
     "fabric": ("fabric",),
     "engine_control": ("engine_control",),
     "paper_layout": ("paper_layout",),
+    "architecture": ("architecture",),
     "observer": ("observer",),
 }
 _OPTIONS = [click.Option([f"--{option.replace('_', '-')}"], metavar="NAME") for option in _KINDS_OF_OPTION]

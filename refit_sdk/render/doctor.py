@@ -28,7 +28,7 @@ def to_table(versions: Mapping[str, str], findings: Iterable[Finding]) -> Table:
         table.add_column(heading, no_wrap=True)
     table.add_column("from", overflow="fold")
     for finding in findings:
-        whence = "\n".join(filter(None, (str(finding.origin), finding.why)))
+        whence = "\n".join(filter(None, (str(finding.origin), finding.why, finding.about)))
         table.add_row(finding.kind.replace("_", " "), finding.name, _verdict(finding), Text(whence))
     return table
 

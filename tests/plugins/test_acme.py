@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from refit_acme.live import Weights
+from refit_adapters.architectures import names_for
 
 from refit_sdk.box import Box
 from refit_sdk.errors import FencedError
@@ -95,6 +96,12 @@ def test_the_paper_layout_gives_a_manifest_a_rank() -> None:
         (Region(Box((3, 2, 0), (4, 5, 2)), "bfloat16"),),
     ]
     assert sum(manifest.nbytes for manifest in manifests) == 20
+
+
+def test_the_architecture_is_found_by_its_model_type() -> None:
+    found = names_for({"model_type": "test-only-bigram"})
+    assert found is not None
+    assert found.names["embed"] == "table.weight"
 
 
 def test_the_engine_control_hears_every_verb() -> None:

@@ -28,6 +28,22 @@ class Present:
     name = "gloo"
 
 
+class Telling:
+    name = "telling"
+
+    @classmethod
+    def about(cls) -> str:
+        return "libfoo 3: all but bars"
+
+
+class Stumbling:
+    name = "stumbling"
+
+    @classmethod
+    def about(cls) -> str:
+        raise RuntimeError("no bars")
+
+
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch) -> Any:
     def install(*offers: Offer, **rest: Any) -> None:
@@ -56,6 +72,16 @@ def test_what_only_lacks_a_device_is_no_fault(use: Any) -> None:
     assert "acme (refit_acme, of refit-acme 1.2)" in lines[row]
     assert "install a CUDA build" in lines[row + 1]
     assert "usable" in next(line for line in output.splitlines() if "gloo" in line)
+
+
+def test_what_a_plugin_says_of_itself_is_shown_where_it_is_usable(use: Any) -> None:
+    use(offer(Telling), offer(Stumbling), offer(Absent))
+    code, output = run()
+    assert code == 0
+    assert "libfoo 3: all but bars" in output
+    assert "what it says of itself failed: RuntimeError: no bars" in output
+    rows = {row["name"]: row["about"] for row in json.loads(run("--json")[1])["plugins"]}
+    assert (rows["telling"], rows["nccl"]) == ("libfoo 3: all but bars", "")
 
 
 def test_broken_plugins_are_a_fault(use: Any) -> None:
@@ -109,7 +135,7 @@ def test_json_says_everything_the_table_does(use: Any) -> None:
     assert set(report["versions"]) == {"refit_sdk", "Python", "torch"}
     (row,) = report["plugins"]
     assert row["origin"] == {"plugin": "acme", "module": "refit_acme", "distribution": "refit-acme", "version": "1.2"}
-    assert set(row) == {"kind", "name", "origin", "usable", "broken", "why"}
+    assert set(row) == {"kind", "name", "origin", "usable", "broken", "why", "about"}
 
 
 def test_everything_that_comes_with_us_is_sound() -> None:

@@ -1,4 +1,4 @@
-"""What needs no live model: a transport, a paper layout, an engine control and an observer."""
+"""What needs no live model: a transport, a paper layout, an architecture, an engine control and an observer."""
 
 from __future__ import annotations
 
@@ -77,6 +77,15 @@ class Logbook:
         self.told.append(f"fence {reason}")
 
 
+class Bigram:
+    """Names of a model that is one table."""
+
+    name = "test-only-bigram"
+    model_types: ClassVar[tuple[str, ...]] = ("test-only-bigram",)
+    names: ClassVar[Mapping[str, str]] = {"embed": "table.weight"}
+    sizes: ClassVar[Mapping[str, str]] = {"vocab": "vocab_size", "hidden": "vocab_size"}
+
+
 class LastReports:
     """Remembers the last reports of this process."""
 
@@ -98,6 +107,12 @@ def refit_register_transports() -> list[type]:
 def refit_register_paper_layouts() -> list[type]:
     """The one paper layout."""
     return [Rows]
+
+
+@hookimpl
+def refit_register_architectures() -> list[type]:
+    """The one architecture."""
+    return [Bigram]
 
 
 @hookimpl
