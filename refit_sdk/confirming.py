@@ -3,7 +3,8 @@
 1. As many bytes must have arrived as planned. Then the adapter installs; what was described may not move meanwhile.
 2. A rank's word has the bytes of each engine by the fabric's completions, and the cause where the engine failed here.
 
->>> done_of({"a"}, Moved(sent={"a": 8}), Install("", None), own="", speaker="source[0]", name=str)
+>>> moved = Moved(seconds={}, sent={"a": 8}, arrived={}, failed={}, lost={}, mutated=frozenset())
+>>> done_of({"a"}, moved, Install("", None), own="", speaker="source[0]", name=str)
 {'a': EngineDone(sent=8, arrived=0, cause='', mutated=False, lost='')}
 """
 

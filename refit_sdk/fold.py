@@ -102,7 +102,7 @@ def check_place(name: str, shape: tuple[int, ...], box: Box, dtype: str, granule
     >>> check_place("w", (4,), Box((2,), (5,)), "float32", None)
     Traceback (most recent call last):
         ...
-    refit_sdk.errors.LayoutError: 'w' claims [2:5], which isn't a region of its shape (4,)
+    refit_sdk.errors.LayoutError: 'w' claims [2:5], which isn't a region of its shape (4,); give a box inside it
     """
     if box.ndim != len(shape) or any(stop > extent for stop, extent in zip(box.stop, shape, strict=True)):
         raise LayoutError(f"{name!r} claims {box}, which isn't a region of its shape {shape}; give a box inside it")

@@ -7,6 +7,7 @@
 3. `decode` and `decode_world` take bytes from the network. They bound sizes before anything is made of them, check
    the schema, then what every manifest promises, and refuse bytes that aren't canonical. Nothing is executed.
 
+>>> from refit_sdk.world import Region
 >>> spec = TensorSpec("layers.{}.w", (8, 4), [Box((0,), (3,))])
 >>> manifest = Manifest([Part(spec, [Region(Box((0, 0, 0), (3, 4, 4)), "float32")])])
 >>> decode(encode(manifest)) == manifest
