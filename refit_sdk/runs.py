@@ -23,7 +23,8 @@ from attrs import field, frozen
 Table = npt.NDArray[np.int64]
 
 LEAST: Final = 1024
-"""Bytes that runs of a tensor have at least if it pays to leave it where it is: finer ones are faster copied first."""
+"""Bytes that runs of a tensor have at least if it pays to leave it where it is; finer ones are faster copied first.
+A tensor that is one run stays where it is, however small."""
 
 
 @frozen(eq=False)

@@ -14,6 +14,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
@@ -60,6 +61,19 @@ class Operation:
         """It has ended, well or not."""
         self.error = error
         self.ended.set()
+
+
+def mismatch(sender: int, nbytes: int, receiver: int, found: int) -> str:
+    """What a message says that has another length than its receive."""
+    here = f"process {sender} sends {nbytes} bytes where process {receiver} receives {found}"
+    return f"{here}: the two run different programs"
+
+
+def hang_up(connection: socket.socket) -> None:
+    """Close a connection for everybody who has it: a child that was forked since has a copy, which keeps it open."""
+    with suppress(OSError):  # the peer may have gone first
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
 
 
 class Link(Protocol):
@@ -199,15 +213,16 @@ class LinkGroup:
     def close(self) -> None:
         """Hang up, and free sockets, thread and memory. A second call does nothing."""
         self._end(FabricError(f"process {self._process} closed its group of {list(self._members)}"))
-        if self._thread is not None:
-            self._thread.join()
-            with self._lock:
-                self._thread = None
-                os.close(self._wake)
+        with self._lock:
+            thread, self._thread = self._thread, None
+            closers, self._closers = self._closers, []
+        if thread is not None:
+            thread.join()
+            os.close(self._wake)
             assert self._poll is not None
             self._poll.close()
-        while self._closers:
-            self._closers.pop()()
+        for close in closers:
+            close()
 
     def _serve(self) -> None:
         try:

@@ -28,7 +28,7 @@ from typing import Final
 
 from attrs import define, field
 
-from refit_backends.links import Listen, Lost, Operation
+from refit_backends.links import Listen, Lost, Operation, hang_up, mismatch
 from refit_backends.shm_memory import RING_NBYTES, SLOT_NBYTES, SLOTS, Reader, Ring, read_table, reserve
 from refit_sdk.fabric import FabricError
 from refit_sdk.runs import Runs, place_of
@@ -158,7 +158,7 @@ class ShmLink:
                 self._offered = read_table(self.pid, address, blocks=blocks, nbytes=nbytes)
             self.reader.read(self.pid, self._offered, into=recv.runs, at=recv.moved, nbytes=part)
         except (OSError, ValueError) as error:
-            raise Lost(str(error)) from error
+            raise Lost(f"it closed its group or died while its memory was read ({error})") from error
         self._arrived(recv, part)
         if recv.moved == nbytes:
             self._offered = None
@@ -262,7 +262,7 @@ class ShmLink:
         if self.lost is not None:
             return
         self.lost = error
-        self.socket.close()
+        hang_up(self.socket)
         for fd in self._fds:
             os.close(fd)
         for ring in (self._ours, self._theirs):
@@ -270,9 +270,3 @@ class ShmLink:
                 ring.close()
         for operation in (*(recv for _, recv in self._handed), *self._sent, *self._sends, *self._recvs):
             operation.end(error)
-
-
-def mismatch(sender: int, nbytes: int, receiver: int, found: int) -> str:
-    """What a message says that has another length than its receive."""
-    here = f"process {sender} sends {nbytes} bytes where process {receiver} receives {found}"
-    return f"{here}: the two run different programs"

@@ -29,6 +29,9 @@ from refit_sdk.fabric import Deadline, FabricError, KeyValue, roll_call
 
 NONCE_NBYTES: Final = 16
 _GREETING: Final = struct.Struct(f"<{NONCE_NBYTES}sQ")
+_ASK_SECONDS: Final = 0.25
+"""How often who waits for calls asks whether the session is still there."""
+
 _PATIENCE: Final = 5.0
 """Seconds for which somebody who dialled may say nothing."""
 
@@ -128,7 +131,7 @@ def meet(
         unless_met.callback(_close_all, sockets)
         dialled = call("/dialled", _encode(sockets))
         callers = [member for member, word in dialled.items() if process in _decode(word)]
-        _take_calls(own, words, callers, deadline, into=sockets)
+        _take_calls(own, words, callers, deadline, store=store, into=sockets)
         found = {m: _decode(word) for m, word in call("/found", _encode(m for m in callers if m in sockets)).items()}
         apart = tuple((a, b) for a in members for b in members if a < b and b not in found[a])
         _refuse_misstated(apart, words)
@@ -181,15 +184,24 @@ def _dial(own: _Own, words: dict[int, Word], process: int, deadline: Deadline) -
 
 
 def _take_calls(
-    own: _Own, words: dict[int, Word], callers: Sequence[int], deadline: Deadline, *, into: dict[int, socket.socket]
+    own: _Own,
+    words: dict[int, Word],
+    callers: Sequence[int],
+    deadline: Deadline,
+    *,
+    store: KeyValue,
+    into: dict[int, socket.socket],
 ) -> None:
     """Add the connections of those who dialled and whose segment could be opened."""
     waiting = set(callers)
     while waiting:
         try:
-            own.listener.settimeout(max(0.001, deadline.remaining()))
+            store.check([])  # an error if the session has ended meanwhile
+            own.listener.settimeout(max(0.001, min(deadline.remaining(), _ASK_SECONDS)))
             made, _ = own.listener.accept()
         except TimeoutError:
+            if deadline.remaining():
+                continue
             raise FabricError(
                 f"processes {sorted(waiting)} of this host dialled and didn't get through", peer=min(waiting)
             ) from None

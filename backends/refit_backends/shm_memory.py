@@ -84,8 +84,8 @@ def _free(directory: str | None) -> str:
 
 def _advice(directory: str | None) -> str:
     if directory is None:
-        return "raise this container's memory limit, or use fabric='gloo'"
-    return "make it larger (docker run --shm-size, an emptyDir of medium Memory), or use fabric='gloo'"
+        return "raise this container's memory limit, or use fabric='tcp'"
+    return "make it larger (docker run --shm-size, an emptyDir of medium Memory), or use fabric='tcp'"
 
 
 @define(eq=False)

@@ -11,6 +11,7 @@ Bytes themselves are not authenticated and not encrypted.
 from __future__ import annotations
 
 import secrets
+import select
 import socket
 import struct
 import sys
@@ -19,6 +20,7 @@ from contextlib import ExitStack, contextmanager
 from typing import ClassVar, Final
 
 import msgspec
+from attrs import define
 
 from refit_backends.links import LinkGroup, Listen
 from refit_backends.tcp_link import TcpLink
@@ -27,6 +29,9 @@ from refit_sdk.hookspecs import hookimpl
 
 NONCE_NBYTES: Final = 16
 GREETING: Final = struct.Struct(f"<{NONCE_NBYTES}sQ")
+ASK_SECONDS: Final = 0.25
+"""How often who waits for calls asks whether the session is still there."""
+
 _PATIENCE: Final = 5.0
 """Seconds for which somebody who dialled may say nothing."""
 
@@ -88,7 +93,8 @@ def address_of(interface: str) -> str:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
-            told = fcntl.ioctl(asking.fileno(), 0x8915, struct.pack("256s", interface.encode()[:15]))  # SIOCGIFADDR
+            socket.if_nametoindex(interface)
+            told = fcntl.ioctl(asking.fileno(), 0x8915, struct.pack("256s", interface.encode()))  # SIOCGIFADDR
             return socket.inet_ntoa(told[20:24])
         except OSError as error:
             found = _v6_of(interface)
@@ -147,7 +153,7 @@ def _connect(
         for member in members:
             if member < process:
                 sockets[member] = _dial(words, member, process, deadline)
-        _take_calls(listener, words, process, deadline, into=sockets)
+        _take_calls(listener, words, process, deadline, store=store, into=sockets)
         for made in sockets.values():
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             made.setblocking(False)
@@ -161,20 +167,46 @@ def _close_all(sockets: Mapping[int, socket.socket]) -> None:
 
 
 def _dial(words: Mapping[int, Word], member: int, process: int, deadline: Deadline) -> socket.socket:
-    word = words[member]
+    word, left = words[member], max(0.001, deadline.remaining())
     try:
-        made = socket.create_connection(
-            (word.host, word.port), max(0.001, deadline.remaining()), (words[process].host, 0)
-        )
-        made.sendall(GREETING.pack(bytes.fromhex(word.nonce), process))
+        made = socket.create_connection((word.host, word.port), left, (words[process].host, 0))
     except OSError as error:
         places = ", ".join(f"{number} at {each.host}" for number, each in words.items())
+        gone = isinstance(error, (ConnectionError, TimeoutError))  # anything else is an address of this process
         raise FabricError(
             f"process {process} can't connect to process {member} at {word.host}:{word.port} ({places}): "
             f"{error.strerror or error}; give each a host= or interface= that the others reach",
-            peer=member,
+            peer=member if gone else None,
         ) from error
+    try:
+        made.sendall(GREETING.pack(bytes.fromhex(word.nonce), process))
+    except OSError as error:
+        made.close()
+        raise FabricError(f"lost process {member} while connecting to it: {error}", peer=member) from error
     return made
+
+
+@define(eq=False)
+class _Caller:
+    """Somebody who dialled, and what was heard so far."""
+
+    socket: socket.socket
+    patience: Deadline
+    said: bytes = b""
+
+    def hear(self, nonce: bytes) -> int | None:
+        """Who it is, -1 for a stranger, None as long as it hasn't said all."""
+        try:
+            more = self.socket.recv(GREETING.size - len(self.said))
+        except BlockingIOError:
+            return None
+        except OSError:
+            return -1
+        self.said += more
+        if len(self.said) < GREETING.size:
+            return None if more else -1
+        shown, caller = GREETING.unpack(self.said)
+        return int(caller) if secrets.compare_digest(shown, nonce) else -1
 
 
 def _take_calls(
@@ -183,40 +215,72 @@ def _take_calls(
     process: int,
     deadline: Deadline,
     *,
+    store: KeyValue,
     into: dict[int, socket.socket],
 ) -> None:
-    """Add the connections of the members above."""
+    """Add the connections of the members above. Callers are heard side by side, and strangers hung up on."""
     waiting = {member for member in words if member > process}
     nonce = bytes.fromhex(words[process].nonce)
-    while waiting:
-        try:
-            listener.settimeout(max(0.001, deadline.remaining()))
-            made, _ = listener.accept()
-        except TimeoutError:
-            raise FabricError(
-                f"processes {sorted(waiting)} did not connect to process {process} at {words[process].host} in time; "
-                "give each a host= or interface= that the others reach",
-                peer=min(waiting),
-            ) from None
-        caller = _hear(made, nonce, min(_PATIENCE, deadline.remaining()))
-        if caller in waiting:
-            waiting.discard(caller)
-            into[caller] = made
-        else:
-            made.close()
-
-
-def _hear(made: socket.socket, nonce: bytes, seconds: float) -> int:
-    """Who dialled; -1 for a stranger."""
-    said = b""
+    callers: dict[int, _Caller] = {}
+    listener.setblocking(False)
     try:
-        made.settimeout(max(0.001, seconds))
-        while len(said) < GREETING.size and (more := made.recv(GREETING.size - len(said))):
-            said += more
-        shown, caller = GREETING.unpack(said)
-    except (OSError, struct.error):
-        return -1
-    return int(caller) if secrets.compare_digest(shown, nonce) else -1
+        while waiting:
+            if not (left := deadline.remaining()):
+                raise _did_not_come(waiting, process, words[process].host)
+            store.check([])  # an error if the session has ended meanwhile
+            ready = _readable([listener.fileno(), *callers], min(left, ASK_SECONDS))
+            if listener.fileno() in ready:
+                _accept(listener, callers)
+            for descriptor in list(callers):
+                _settle(callers, descriptor, descriptor in ready, nonce, waiting, into)
+    finally:
+        for caller in callers.values():
+            caller.socket.close()
+
+
+def _readable(descriptors: Sequence[int], seconds: float) -> set[int]:
+    polling = select.poll()
+    for descriptor in descriptors:
+        polling.register(descriptor, select.POLLIN)
+    return {descriptor for descriptor, _ in polling.poll(1000 * seconds)}
+
+
+def _did_not_come(waiting: set[int], process: int, host: str) -> FabricError:
+    return FabricError(
+        f"processes {sorted(waiting)} did not connect to process {process} at {host} in time; give each a host= or "
+        "interface= that the others reach",
+        peer=min(waiting),
+    )
+
+
+def _accept(listener: socket.socket, callers: dict[int, _Caller]) -> None:
+    try:
+        made, _ = listener.accept()
+    except OSError:
+        return  # it has hung up already, or there are no descriptors now: the deadline says so if it stays so
+    made.setblocking(False)
+    callers[made.fileno()] = _Caller(made, Deadline.after(_PATIENCE))
+
+
+def _settle(
+    callers: dict[int, _Caller],
+    descriptor: int,
+    is_ready: bool,
+    nonce: bytes,
+    waiting: set[int],
+    into: dict[int, socket.socket],
+) -> None:
+    """Hear a caller that speaks; take it, or hang up on a stranger and on who has said nothing for too long."""
+    caller = callers[descriptor]
+    member = caller.hear(nonce) if is_ready else None
+    if member is None and caller.patience.remaining():
+        return
+    del callers[descriptor]
+    if member in waiting:
+        waiting.discard(member)
+        into[member] = caller.socket
+    else:
+        caller.socket.close()
 
 
 @hookimpl

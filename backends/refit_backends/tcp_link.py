@@ -22,8 +22,7 @@ from typing import Any, Final
 
 from attrs import define, field
 
-from refit_backends.links import Listen, Lost, Operation
-from refit_backends.shm_link import mismatch
+from refit_backends.links import Listen, Lost, Operation, hang_up, mismatch
 from refit_sdk.fabric import FabricError
 from refit_sdk.runs import place_of
 
@@ -130,6 +129,7 @@ class TcpLink:
         if recv.moved == recv.nbytes:
             self._heard.clear()
             self._recvs.popleft().end()
+            self._has_bytes = self._has_bytes and bool(self._recvs)  # else epoll tells, of an end as well
         return True
 
     def _read_length(self, recv: Operation) -> bool:
@@ -188,6 +188,6 @@ class TcpLink:
         if self.lost is not None:
             return
         self.lost = error
-        self.socket.close()
+        hang_up(self.socket)
         for operation in (*self._sends, *self._recvs):
             operation.end(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -16,8 +17,10 @@ from refit_backends.gloo import GlooFabric
 from refit_backends.inproc import InprocFabric
 from refit_backends.mixed import MixedFabric
 from refit_backends.shm import ShmFabric
+from refit_backends.shm_meeting import Word as HostWord
 from refit_backends.tcp import GREETING, NONCE_NBYTES, TcpFabric, Word
 
+from refit_sdk.errors import RendezvousError
 from refit_sdk.fabric import Fabric, FabricError, Group
 from refit_sdk.runs import Runs
 
@@ -402,3 +405,63 @@ def test_a_receive_knows_whether_its_buffer_may_have_been_written(fabric: Fabric
     with pytest.raises(FabricError):
         pending.wait(5)
     assert (arrived.touched, pending.touched) == (True, False)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("fabric", ["tcp", "shm", "shm, two copies", "two hosts"], indirect=True)
+def test_an_end_that_gave_up_is_heard_of_though_a_child_has_its_sockets(fabric: Fabric) -> None:
+    """A child that was forked after connecting has copies of them: what was given up on must not arrive after all."""
+    ends = connect(fabric, 2)
+    near = getattr(ends[0], "_far", ends[0])
+    copies = [os.dup(link.socket.fileno()) for link in near._links.values()]
+    try:
+        sent = torch.ones(LARGE.numel(), dtype=torch.uint8)
+        send = ends[0].send(sent, peer=1)
+        ends[0].abort("given up")
+        with pytest.raises(FabricError, match="given up"):
+            send.wait(5)
+        sent.fill_(99)
+        (error,) = threads(1, lambda _: ends[1].recv(torch.zeros_like(sent), peer=0).wait(LONG))
+        assert isinstance(error, FabricError)
+        assert error.peer == 0
+    finally:
+        for copy in copies:
+            os.close(copy)
+
+
+def test_a_stranger_who_drips_and_one_who_says_nothing_keep_nobody_waiting() -> None:
+    table, done, strangers = Table(), threading.Event(), threading.Barrier(3)
+
+    def work(index: int) -> Any:
+        if index < 2:
+            strangers.wait(20) if index == 1 else None
+            made = TcpFabric().connect(group="g", members=[0, 1], process=index, store=table, timeout=20)
+            done.set()
+            return made
+        word = msgspec.json.decode(table.get("g/tcp/here/0", timeout=10), type=Word)
+        with socket.create_connection((word.host, word.port)) as made:
+            made.sendall(b"x" * (index - 2))
+            strangers.wait(20)
+            assert done.wait(3), "somebody waits for a stranger"
+        return None
+
+    ends = threads(4, work)
+    assert not [end for end in ends if isinstance(end, BaseException)], ends
+
+
+class Ended(Table):
+    """A table whose session has ended."""
+
+    def check(self, keys: Any) -> bool:
+        raise RendezvousError("the session has ended")
+
+
+@pytest.mark.parametrize("fabric", [TcpFabric, ShmFabric], ids=lambda fabric: fabric.name)
+def test_who_waits_for_a_call_hears_that_the_session_has_ended(fabric: Any) -> None:
+    table = Ended()
+    about = {"group": "g", "members": [0, 1], "store": table, "timeout": LONG}
+    word = Word("127.0.0.1", 1, "00" * 16) if fabric is TcpFabric else HostWord("", "nobody", "00" * 16, 0)
+    table.set(f"g/{fabric.name}/here/1", msgspec.json.encode(word))
+    table.set("g/shm/dialled/here/1", b"[0]")
+    (error,) = threads(1, lambda _: fabric().connect(process=0, **about))
+    assert isinstance(error, RendezvousError)
+    assert "the session has ended" in str(error)
