@@ -205,7 +205,7 @@ def test_nothing_grows(many: list[list[Seen]]) -> None:
     for seen in many:
         assert len({each.buffers for each in seen}) == 1
         assert seen[0].buffers <= 4 * 4096
-        assert seen[-1].traced - seen[2].traced < 16 * 1024
+        assert seen[-1].traced - seen[2].traced < 32 * 1024  # what a push says of itself is kept here
         assert seen[-1].resident - seen[2].resident < 8 * 1024**2
         assert len({(each.descriptors, each.threads) for each in seen[1:]}) == 1
 
