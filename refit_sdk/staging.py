@@ -20,7 +20,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -30,6 +30,8 @@ from refit_sdk.exporting import RECORD, Export, File, texts
 _EXCHANGE: Final = 2
 _HERE: Final = -100
 """Of `renameat2`: exchange, and paths from the working directory."""
+
+_TRIES: Final = 100
 
 
 class Staging:
@@ -90,7 +92,8 @@ class Staging:
         for name in _tree(self._partial) - added.keys() - {*copied, *(file.path for file in self._all)}:
             (self._partial / name).unlink()
         for name in _tree(self._writing) - {file.path for file in self._all}:
-            (self._writing / name).unlink()  # of a run that ended early; other ranks' own names are all in the list
+            # Of a run that ended early. Other ranks' own names are all in the list, and they may be leaving meanwhile.
+            (self._writing / name).unlink(missing_ok=True)
         _flush_tree(self._partial)
         self._check_replaceable()
 
@@ -98,8 +101,11 @@ class Staging:
         """Remove what this rank has begun to write, and has not sealed."""
         for file in self.files:
             self._temporary(file).unlink(missing_ok=True)
-        for folder in (*self._writing.glob("rank-*"), self._writing):
-            _remove_if_empty(folder)
+        with suppress(FileNotFoundError):  # another rank that leaves may be faster
+            for name in os.listdir(self._writing):
+                if name.startswith("rank-"):
+                    _remove_if_empty(self._writing / name)
+        _remove_if_empty(self._writing)
 
     @contextmanager
     def _told_as_ours(self, verb: str) -> Iterator[None]:
@@ -161,9 +167,7 @@ class Staging:
 
 def _created(path: Path, file: File) -> int:
     """A descriptor of a new file of its full size, which has its header."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    descriptor = _opened(path)
     try:
         os.posix_fallocate(descriptor, 0, file.nbytes)
         os.pwrite(descriptor, file.header, 0)
@@ -171,6 +175,18 @@ def _created(path: Path, file: File) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def _opened(path: Path) -> int:
+    """A descriptor of a new file. Ranks that leave remove folders that are empty: then the folder is made again."""
+    for _ in range(_TRIES):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        except FileNotFoundError:
+            continue
+    raise FileNotFoundError(errno.ENOENT, f"its folder was removed {_TRIES} times while it was made", str(path))
 
 
 def _recorded(directory: Path) -> set[str]:
@@ -183,8 +199,12 @@ def _recorded(directory: Path) -> set[str]:
 
 
 def _tree(folder: Path) -> set[str]:
-    """All files of a folder, by their paths in it."""
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()}
+    """All files of a folder, by their paths in it. A folder inside that somebody removes meanwhile has none."""
+    found = set()
+    for place, folders, files in os.walk(folder):
+        links = [name for name in folders if os.path.islink(os.path.join(place, name))]
+        found |= {os.path.relpath(os.path.join(place, name), folder) for name in (*files, *links)}
+    return found
 
 
 def _flush_tree(folder: Path) -> None:

@@ -104,10 +104,14 @@ class _Span:
 
 
 def check_storage(fragments: Iterable[Fragment]) -> None:
-    """`LayoutError`, naming both, if storage would be written as two different elements.
+    """`LayoutError`, naming both, if storage would be written as two different elements; or naming the one of which
+    the bits that are stored don't mean themselves.
 
     Views are torch tensors, or anything with their `data_ptr`, `stride`, `element_size` and `device`.
     """
+    fragments = list(fragments)
+    for fragment in fragments:
+        _check_bits(fragment)
     spans = [span for fragment in fragments if (span := _Span.of(fragment)) is not None]
     spans.sort(key=lambda span: (span.device, span.start, span.stop))
     open_spans: list[_Span] = []
@@ -121,6 +125,16 @@ def check_storage(fragments: Iterable[Fragment]) -> None:
                     "place of its own, or, if they are one tensor under two names, one of them as the other's alias"
                 )
         open_spans.append(span)
+
+
+def _check_bits(fragment: Fragment) -> None:
+    """Torch conjugates and negates complex tensors by a mark: bytes written to such a view would mean another value."""
+    marks = [mark for mark in ("conj", "neg") if getattr(fragment.view, f"is_{mark}", bool)()]
+    if marks:
+        raise LayoutError(
+            f"{fragment.name!r} {fragment.box} is a view with torch's mark {marks[0]!r}: what is stored isn't what is "
+            f"read, so it can't be written in place; give what it is a view of, or resolve_{marks[0]}()"
+        )
 
 
 def _claim(span: _Span) -> str:

@@ -1,8 +1,8 @@
-"""A cheap value that changes when any described storage is rebound, resized or reshaped.
+"""A cheap value that changes when any described storage is rebound, resized or reshaped, or a tensor comes or goes.
 
-1. The dicts that hold the tensors and the modules are remembered, once, so no names are walked again.
-2. A look collects, for every tensor, which object it is, its address, shape, strides and dtype; and for every module,
-   which object stands at its path. The hash of all that is the identity.
+1. The dicts that hold the tensors and the modules are remembered, once, so no module tree is walked again.
+2. A look collects which keys those dicts have that aren't None; which object stands at each module's path; and for
+   every described tensor which object it is, and how its bits are read. The hash of all that is the identity.
 
 Addresses can't be reused unnoticed while someone keeps the described views, which a session does.
 
@@ -30,7 +30,7 @@ _PLAIN: Final = (torch.nn.Parameter, torch.Tensor)
 
 
 def state(tensor: torch.Tensor | None) -> int:
-    """A hash of what changes when a tensor is rebound, resized or reshaped. A DTensor's is that of its local tensor.
+    """A hash of where a tensor's bits are and how they are read. A DTensor's is that of its local tensor.
 
     It's one integer, as twenty thousand tuples at a time would wake the garbage collector.
 
@@ -41,21 +41,23 @@ def state(tensor: torch.Tensor | None) -> int:
     if tensor is None:
         return 0
     inner: Any = getattr(tensor, "_local_tensor", tensor) if type(tensor) not in _PLAIN else tensor
-    return hash((inner.data_ptr(), inner.shape, inner.stride(), inner.dtype))
+    return hash((inner.data_ptr(), inner.shape, inner.stride(), inner.dtype, inner.is_conj(), inner.is_neg()))
 
 
 class Watch:
     """Remembers where the tensors and modules of a walk are kept; `look` is the identity of what is there now."""
 
     def __init__(self, walked: Walked) -> None:
+        modules = [place.module for place in walked.places]
+        dicts = [held for module in modules for held in (module._parameters, module._buffers, module._modules)]
+        self._owners = list({id(owner): owner for owner in (*dicts, *(slot.owner for slot in walked.slots))}.values())
+        self._children: list[Mapping[str, Any]] = [module._modules for module in modules]
         self._tensors: list[tuple[Mapping[str, Any], str]] = [(slot.owner, slot.key) for slot in walked.slots]
-        self._modules: list[tuple[Mapping[str, Any], str]] = [
-            (place.module._modules, key) for place in walked.places for key in place.module._modules
-        ]
-        self._kept = [owner.get(key) for owner, key in self._modules]
+        self._kept = [child for children in self._children for child in children.values()]
 
     def look(self) -> int:
-        """The identity now: one hash, equal as long as nothing was rebound or reshaped."""
-        modules = hash(tuple([id(owner.get(key)) for owner, key in self._modules]))
+        """The identity now: one hash, equal as long as nothing came, went, was rebound or reshaped."""
+        keys = [hash(tuple([key for key, held in owner.items() if held is not None])) for owner in self._owners]
+        modules = [id(child) for children in self._children for child in children.values()]
         tensors = [owner.get(key) for owner, key in self._tensors]
-        return hash((modules, tuple(map(id, tensors)), tuple(map(state, tensors))))
+        return hash((tuple(keys), tuple(modules), tuple(map(id, tensors)), tuple(map(state, tensors))))

@@ -6,7 +6,7 @@ Peaks are VmHWM of `/proc`: everything a process has in memory, pages of mapped 
 was written is read back with safetensors' own reader and compared with slices of the source. Rows:
 
 - `refit push`, one process: whole to tp=4, whole to whole in small files, and with a cast;
-- two sources and two targets over gloo, from the directory to tp=2.
+- two sources and two targets over the default fabric, from the directory to tp=2.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def command(arguments: list[str], peak: Any) -> None:
 
 
 def rank(side: str, number: int, source: Path, target: Path, where: str, peak: Any) -> None:
-    """The body of a rank of a session over gloo."""
+    """The body of a rank of a session."""
     from refit_sdk.exporting import Export
     from refit_sdk.session import RefitSession
 
@@ -156,6 +156,7 @@ def run(bodies: list[tuple[Any, tuple[Any, ...]]]) -> tuple[float, list[float]]:
         try:
             peaks.append(pipe.recv())
         except EOFError:
+            process.join()
             FAILED.append(f"a process ended with {process.exitcode}")
         process.join()
     return time.perf_counter() - begun, peaks
@@ -200,7 +201,7 @@ def rows(folder: Path, limit: float) -> list[dict[str, Any]]:
         row("refit push, to tp=4", push("a", "--target-layout", "tp=4"), source, folder / "a", 4, float32, limit),
         row("refit push, files of 100 MB", small, source, folder / "b", 1, float32, limit),
         row("refit push, to tp=2 in bfloat16", cast, source, folder / "c", 2, bfloat16, limit),
-        row("2 sources, 2 targets over gloo, to tp=2", ranks, source, folder / "d", 2, float32, limit),
+        row("2 sources, 2 targets, to tp=2", ranks, source, folder / "d", 2, float32, limit),
     ]
 
 

@@ -395,6 +395,93 @@ def test_the_next_run_puts_the_old_checkpoint_back_before_it_writes(versions: tu
     assert left(target) == []
 
 
+def test_a_rank_that_leaves_while_the_first_publishes_takes_nothing_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have confirmed. The first looks through `D.writing`, and the other removes what is empty there meanwhile."""
+    source, target = write(tmp_path / "new", values(1)), tmp_path / "out"
+    ranks = [staging.Staging(Export.like(source, target, layout="tp=2"), rank=rank, size=2) for rank in (0, 1)]
+    for rank in ranks:
+        for file, descriptor in list(rank.create()):
+            rank.seal(file, descriptor)
+            os.close(descriptor)
+        rank.seal_all(version=1)
+    real, once = os.scandir, []
+
+    def scandir(path: Any = ".") -> Any:
+        with real(path) as opened:
+            found = list(opened)
+        if "writing" in str(path) and not once:
+            once.append(path)
+            ranks[1].discard()
+        return _Scanned(found)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    ranks[0].publish(version=1)
+    assert once
+    assert left(target) == []
+    assert (target / RECORD).is_file()
+
+
+class _Scanned(list[Any]):
+    """What `os.scandir` gives: entries that are gone through once, and closed."""
+
+    def __next__(self) -> Any:
+        if not self:
+            raise StopIteration
+        return self.pop(0)
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_ranks_that_leave_at_once_both_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int) -> None:
+    source, target = write(tmp_path / "new", values(1)), tmp_path / "out"
+    ranks = [staging.Staging(Export.like(source, target, layout="tp=2"), rank=rank, size=2) for rank in (0, 1)]
+    for rank in ranks:
+        for _, descriptor in list(rank.create()):
+            os.close(descriptor)
+    real, once = os.listdir, []
+
+    def listdir(path: Any = ".") -> list[str]:
+        if "writing" in str(path) and not once:
+            once.append(path)
+            ranks[1 - first].discard()
+        return real(path)
+
+    monkeypatch.setattr(staging.os, "listdir", listdir)
+    ranks[first].discard()
+    assert once
+    assert left(target) == []
+
+
+def test_a_folder_that_another_rank_removes_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between making a folder and making a file in it, a rank that leaves removes the folder, as it's empty."""
+    source, target = write(tmp_path / "new", values(1)), tmp_path / "out"
+    begun = staging.Staging(Export.like(source, target, layout="tp=2"), rank=0, size=1)
+    real, removed = os.open, []
+
+    def open_late(path: Any, *args: Any, **more: Any) -> int:
+        folder = Path(path).parent
+        if folder.name.startswith("rank-") and not removed:
+            removed.append(folder)
+            folder.rmdir()
+        return real(path, *args, **more)
+
+    monkeypatch.setattr(staging.os, "open", open_late)
+    for _, descriptor in list(begun.create()):
+        os.close(descriptor)
+    assert removed
+    begun.discard()
+
+
 def measure(rank: Rank, folder: Path, number: int, where: str) -> int:
     """A source that keeps its pages; how many bytes of the file were read into this process."""
     from refit_adapters.safetensors import SafetensorsSource
