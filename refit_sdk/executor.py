@@ -1,13 +1,13 @@
 """The executor: runs a program over groups. The only code that owns window buffers and waits for bytes.
 
 1. Bind the program to live views, once, at the first run; later runs reuse tensors and window buffers.
-2. Pack window 0. Then for each window k: post all receives, post all sends, pack k+1, unpack k-1, wait for k. So the
-   transfers of a window are posted only when those before are complete, and copies go on beside them.
+2. Pack and post window 0. Then for each window k: pack and post k+1 (all receives, then all sends), wait for k, unpack
+   k. So two windows are on the way at once, and while copies of one are made the wire has the other.
 3. Look at what was narrowed before it is sent: an overflow fails the engines that would get it.
 4. What goes wrong with one engine's group drops that engine: its group is aborted, its steps are skipped from there on,
    and the others go on. An engine once dropped stays so; a new executor on new groups is the recovery.
 
-Packing and unpacking see to it by themselves that two windows use different buffers (`refit_sdk.binding`).
+Windows that are on the way together use different buffers (`refit_sdk.binding`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from __future__ import annotations
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import perf_counter
-from typing import cast
+from typing import Final, cast
 
 import torch
 from attrs import define, field, frozen
@@ -29,14 +29,17 @@ from refit_sdk.fabric import Deadline, FabricError, Group, Work, scatters
 from refit_sdk.narrowing import NarrowingError
 from refit_sdk.program import Program
 
+ABORTED_SECONDS: Final = 10.0
+"""How long a work of an aborted group is waited for, which ends after the copy that it is at."""
+
 
 @frozen(kw_only=True)
 class Moved:
     """What one run did. Per engine: bytes sent and arrived, as the fabric's completions count them (copies inside this
     process are neither); the cause if it failed, and the process that was lost if that was it.
 
-    `seconds` has `pack`, `move` (first post to last completion) and `unpack`. `mutated` are the engines of which live
-    target storage on this rank may have been written.
+    `seconds` has `pack`, `unpack` and `move`, which is from the first post to the last copy, whatever goes on in it.
+    `mutated` are the engines of which live target storage on this rank may have been written.
     """
 
     seconds: Mapping[str, float]
@@ -112,6 +115,7 @@ class Executor:
         self._lock = threading.Lock()
         self._failed: dict[str, str] = {}
         self._lost: dict[str, int] = {}
+        self._pending: list[_Posted] = []
 
     @property
     def buffer_nbytes(self) -> int:
@@ -147,12 +151,20 @@ class Executor:
         except BaseException as error:
             for engine in self._groups:
                 self.drop(engine, f"process {self._program.process} failed: {type(error).__name__}: {error}")
+            self._give_up()
             raise
         with self._lock:
             failed, lost = dict(self._failed), dict(self._lost)
         seconds = {stage: tally.seconds[stage] for stage in ("pack", "move", "unpack")}
         mutated = frozenset(tally.mutated)
         return Moved(seconds=seconds, sent=tally.sent, arrived=tally.arrived, failed=failed, lost=lost, mutated=mutated)
+
+    def _give_up(self) -> None:
+        """Let what is pending end, which an abort made short, so that nothing is written after an error was raised."""
+        pending, self._pending = self._pending, []
+        for each in pending:
+            with suppress(FabricError):
+                each.work.wait(ABORTED_SECONDS)
 
     def _ready(self) -> Bound:
         if self._bound is None:
@@ -163,30 +175,32 @@ class Executor:
 
     def _run(self, bound: Bound, deadline: Deadline, tally: _Tally) -> None:
         self._lanes.begin()
-        windows: Sequence[BoundWindow | None] = (None, *bound.windows, None)
         total = len(bound.windows)
-        self._pack(windows[1], tally)
-        for done, (previous, window, following) in enumerate(zip(windows, windows[1:], windows[2:], strict=False)):
-            assert window is not None
-            begun = perf_counter()
-            self._lanes.settle()
-            posted = self._post(window, tally)
-            self._pack(following, tally)
-            self._unpack(previous, tally)
-            self._wait(posted, deadline)
-            tally.seconds["move"] += perf_counter() - begun
-            self._after_window(done, total)
-        self._unpack(windows[-2], tally)
+        self._after_window(0, total)
+        self._start(bound.windows[:1], tally)
+        with tally.timed("move"):
+            for number, window in enumerate(bound.windows):
+                due = len(self._pending)
+                self._start(bound.windows[number + 1 : number + 2], tally)
+                self._wait(self._pending[:due], deadline)
+                del self._pending[:due]
+                self._unpack(window, tally)
+                self._after_window(number + 1, total)
         self._lanes.end()
-        self._after_window(total, total)
 
-    def _batches(self, window: BoundWindow | None) -> Iterator[tuple[str, Batch]]:
+    def _start(self, windows: Sequence[BoundWindow], tally: _Tally) -> None:
+        for window in windows:
+            self._pack(window, tally)
+            self._lanes.settle()
+            self._post(window, tally)
+
+    def _batches(self, window: BoundWindow) -> Iterator[tuple[str, Batch]]:
         """The batches of a window whose engines are still there."""
-        for engine, batch in window.batches.items() if window is not None else ():
+        for engine, batch in window.batches.items():
             if engine not in self._failed:
                 yield engine, batch
 
-    def _pack(self, window: BoundWindow | None, tally: _Tally) -> None:
+    def _pack(self, window: BoundWindow, tally: _Tally) -> None:
         with tally.timed("pack"), self._lanes.packing():
             for engine, batch in self._batches(window):
                 try:
@@ -203,7 +217,7 @@ class Executor:
         for run in batch.narrowed:
             run.check()
 
-    def _unpack(self, window: BoundWindow | None, tally: _Tally) -> None:
+    def _unpack(self, window: BoundWindow, tally: _Tally) -> None:
         with tally.timed("unpack"), self._lanes.unpacking():
             for engine, batch in self._batches(window):
                 if batch.unpack.into or batch.local.into:
@@ -211,20 +225,18 @@ class Executor:
                     batch.local.make()
                     batch.unpack.make()
 
-    def _post(self, window: BoundWindow, tally: _Tally) -> list[_Posted]:
-        posted: list[_Posted] = []
+    def _post(self, window: BoundWindow, tally: _Tally) -> None:
         for transfer in window.recvs:
             with self._guarded(transfer.engine) as group:
                 if group is not None:
                     work = group.recv(_buffer(transfer), peer=transfer.peer)
-                    posted.append(_Posted(transfer, work, tally.arrived, tally.mutated if transfer.live else set()))
+                    mutated = tally.mutated if transfer.live else set()
+                    self._pending.append(_Posted(transfer, work, tally.arrived, mutated))
         for transfer in window.sends:
             with self._guarded(transfer.engine) as group:
                 if group is not None:
-                    posted.append(
-                        _Posted(transfer, group.send(_buffer(transfer), peer=transfer.peer), tally.sent, set())
-                    )
-        return posted
+                    work = group.send(_buffer(transfer), peer=transfer.peer)
+                    self._pending.append(_Posted(transfer, work, tally.sent, set()))
 
     @contextmanager
     def _guarded(self, engine: str) -> Iterator[Group | None]:

@@ -1,7 +1,8 @@
 """The door for fabrics, which carry bytes on links and know no names, boxes or plans.
 
 A session connects one `Group` an engine: all sources and the ranks of that engine. Aborting one engine's group leaves
-the others as they are. Buffers are 1-D contiguous uint8 tensors that live until the work is waited for. Messages of a
+the others as they are. What is posted goes on by itself, also while nobody waits for it: two windows are posted before
+the first is waited for. Buffers are 1-D contiguous uint8 tensors that live until the work is waited for. Messages of a
 directed pair match in posting order. Both ends of a message give buffers of the same length; a fabric that finds they
 don't fails the message (at the latest when its wait runs out), and never writes beyond a buffer.
 

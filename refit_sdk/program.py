@@ -61,11 +61,11 @@ class Message:
     peer: int
     engine: str
     pieces: tuple[Piece, ...] = field(converter=_widest_first)
+    nbytes: int = field(init=False, eq=False, repr=False)
+    """Bytes of the whole message, summed once: every push asks for it."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole message."""
-        return sum(piece.nbytes for piece in self.pieces)
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", sum(piece.nbytes for piece in self.pieces))
 
     @property
     def buffer_nbytes(self) -> int:

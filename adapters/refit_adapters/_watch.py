@@ -19,7 +19,8 @@ False
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -27,21 +28,32 @@ import torch
 from refit_adapters._walk import Walked
 
 _PLAIN: Final = (torch.nn.Parameter, torch.Tensor)
+_NOTHING: Final = torch.empty(0)
+_ASKED: Final[tuple[Callable[[Any], Any], ...]] = (
+    torch.Tensor.data_ptr,
+    torch.Tensor.size,
+    torch.Tensor.stride,
+    attrgetter("dtype"),
+    torch.Tensor.is_conj,
+    torch.Tensor.is_neg,
+)
 
 
-def state(tensor: torch.Tensor | None) -> int:
-    """A hash of where a tensor's bits are and how they are read. A DTensor's is that of its local tensor.
+def states(tensors: Iterable[torch.Tensor | None]) -> int:
+    """A hash of where tensors' bits are and how they are read. A DTensor's is that of its local tensor.
 
-    It's one integer, as twenty thousand tuples at a time would wake the garbage collector.
+    Twenty thousand tensors are looked at twice in a push: each question goes to all of them in one pass, and no tuple
+    a tensor stays, which would wake the garbage collector.
 
-    >>> tensor = torch.ones(2)
-    >>> state(tensor) == state(tensor), state(tensor) == state(torch.ones(2))
+    >>> tensors = [torch.ones(2), None]
+    >>> states(tensors) == states(tensors), states(tensors) == states([torch.ones(2), None])
     (True, False)
     """
-    if tensor is None:
-        return 0
-    inner: Any = getattr(tensor, "_local_tensor", tensor) if type(tensor) not in _PLAIN else tensor
-    return hash((inner.data_ptr(), inner.shape, inner.stride(), inner.dtype, inner.is_conj(), inner.is_neg()))
+    stored: list[Any] = [
+        tensor if type(tensor) in _PLAIN else getattr(tensor, "_local_tensor", _NOTHING if tensor is None else tensor)
+        for tensor in tensors
+    ]
+    return hash(tuple([hash(tuple(map(hash, map(ask, stored)))) for ask in _ASKED]))
 
 
 class Watch:
@@ -60,4 +72,4 @@ class Watch:
         keys = [hash(tuple([key for key, held in owner.items() if held is not None])) for owner in self._owners]
         modules = [id(child) for children in self._children for child in children.values()]
         tensors = [owner.get(key) for owner, key in self._tensors]
-        return hash((tuple(keys), tuple(modules), tuple(map(id, tensors)), tuple(map(state, tensors))))
+        return hash((tuple(keys), tuple(modules), tuple(map(id, tensors)), states(tensors)))

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 
 from refit_adapters._fence import Fence
-from refit_adapters._watch import state
+from refit_adapters._watch import states
 from refit_sdk.adapter import Fragment, SourceAdapter, TargetAdapter
 from refit_sdk.box import Box
 from refit_sdk.errors import LayoutError
@@ -61,7 +61,7 @@ class FragmentsAdapter:
         if list(map(id, fragments)) != list(map(id, self._seen)):
             self._words = hash(tuple([(f.name, f.shape, f.box, f.granule, f.aliases) for f in fragments]))
         self._seen = fragments  # kept, so that an equal id is the same frozen object
-        return hash((self._words, tuple([state(fragment.view) for fragment in fragments])))
+        return hash((self._words, states([fragment.view for fragment in fragments])))
 
     @property
     def fenced(self) -> str | None:

@@ -1,11 +1,12 @@
 """How near a whole push comes to the wire, which is the same processes' bytes per pair as one message each, at once.
 
-    python tests/benchmarks/bench_push.py [--fabric shm] [--mib 1024] [--turns 7] [--json FILE]
+    python tests/benchmarks/bench_push.py [--fabric mixed] [--mib 1024] [--makes 4] [--turns 3] [--json FILE]
 
 What is timed is `RefitSession.push` and `receive` as users call them: agreeing, moving, installing, committing. The
 floors are one contiguous message a pair, over the same fabric and over torch's gloo. Contenders of a case take turns;
-what counts is the median of the ratios in a turn, and seconds are for orientation. CPU seconds are of all processes
-together. Cases:
+what counts is the median of the ratios in a turn, and seconds are for orientation. What is made first may lie in memory
+that is slower for as long as it lives: so all contenders are made several times, each time in another order. CPU
+seconds are of all processes together. Cases:
 
 - `rows to rows`: Shard(0) to Shard(0), contiguous at both ends;
 - `one side packs`: Shard(0) to Shard(1): strided at the sources;
@@ -18,6 +19,7 @@ together. Cases:
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -250,9 +252,9 @@ def rank(process: Process, meeting: Meeting, barrier: Any, pipe: Any) -> None:
     while (told := pipe.recv()) is not None:
         verb, name = told
         if verb == "make":
-            for old in made.values():
-                getattr(old, "close", lambda: None)()
-            made = {}
+            while made:
+                getattr(made.popitem()[1], "close", lambda: None)()
+            gc.collect()  # a closed session's parts know each other
             made = {what: bench.make(what) for what in name}
             pipe.send(None)
         else:
@@ -303,17 +305,23 @@ def measure(told: argparse.Namespace, settings: Settings) -> list[dict[str, Any]
     return rows
 
 
+def _rotated(contenders: Sequence[str], by: int) -> tuple[str, ...]:
+    by %= len(contenders)
+    return (*contenders[by:], *contenders[:by])
+
+
 def _take_turns(
     name: str, contenders: Sequence[str], pipes: Sequence[Any], told: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    _tell(pipes, ("make", contenders))
     seconds: dict[str, list[float]] = {what: [] for what in contenders}
     processor: dict[str, list[float]] = {what: [] for what in contenders}
-    for turn in range(told.turns):
-        for what in contenders[turn % len(contenders) :] + contenders[: turn % len(contenders)]:
-            spans = _tell(pipes, ("run", what))
-            seconds[what].append(max(end for _, end, _ in spans) - min(begin for begin, _, _ in spans))
-            processor[what].append(sum(used for _, _, used in spans))
+    for make in range(told.makes):
+        _tell(pipes, ("make", _rotated(contenders, make)))
+        for turn in range(told.turns):
+            for what in _rotated(contenders, make + turn):
+                spans = _tell(pipes, ("run", what))
+                seconds[what].append(max(end for _, end, _ in spans) - min(begin for begin, _, _ in spans))
+                processor[what].append(sum(used for _, _, used in spans))
     nbytes = cases(told.mib)[contenders[0].partition(": ")[2]].nbytes
     base, gloo = seconds[contenders[0]], seconds[next(what for what in contenders if what.startswith("gloo"))]
     return [
@@ -350,14 +358,15 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fabric", default="mixed", choices=["mixed", "shm", "tcp", "gloo"], help="default: mixed")
+    parser.add_argument("--fabric", default="tcp", choices=["mixed", "shm", "tcp", "gloo"], help="default: tcp")
     parser.add_argument("--sources", type=int, default=2)
     parser.add_argument("--targets", type=int, default=2)
     parser.add_argument("--mib", type=int, default=1024, help="MiB on the wire in a case")
-    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--makes", type=int, default=4, help="how often the contenders are made")
+    parser.add_argument("--turns", type=int, default=3, help="turns that they take each time")
     parser.add_argument("--window-mib", type=float, default=Settings().window_bytes / MIB)
     parser.add_argument("--coalesce-kib", type=float, default=Settings().coalesce_bytes / 1024)
-    parser.add_argument("--port", type=int, default=29700, help="rendezvous are at this port and the next five")
+    parser.add_argument("--port", type=int, default=29700, help="rendezvous are at this port and those that follow")
     parser.add_argument("--only", choices=sorted(ROUNDS))
     parser.add_argument("--json", type=Path, help="also write the rows here")
     told = parser.parse_args()
