@@ -40,6 +40,8 @@ class Runs:
     _ends: Table = field(init=False)
     _first: Table = field(init=False)
     """Bytes up to the end of each block, and the number of each block's first run."""
+    _flat: Table | None = field(init=False)
+    """Address and length of every run, if each block is one."""
 
     def __attrs_post_init__(self) -> None:
         counts = self.blocks[:, 1]
@@ -51,6 +53,7 @@ class Runs:
             ("nbytes", int(ends[-1]) if len(ends) else 0),
             ("num_runs", int(counts.sum())),
             ("address", int(self.blocks[0, 0]) if one_run else None),
+            ("_flat", np.ascontiguousarray(self.blocks[:, ::3]) if bool(np.all(counts == 1)) else None),
         ):
             object.__setattr__(self, name, value)
 
@@ -79,15 +82,32 @@ class Runs:
             return np.empty((0, 2), np.int64)
         if self.address is not None:
             return np.array([[self.address + at, min(self.nbytes - at, most_nbytes)]], np.int64)
-        block = int(np.searchsorted(self._ends, at, side="right"))
+        first, inside = self._run_at(at)
+        last, _ = self._run_at(min(at + most_nbytes, self.nbytes) - 1)
+        found = self._unfolded(first, min(last + 1, first + most))
+        found[0] += (inside, -inside)
+        found[-1, 1] -= max(0, int(found[:, 1].sum()) - most_nbytes)
+        return found
+
+    def _unfolded(self, start: int, stop: int) -> Table:
+        """(address, length) of some runs, by number."""
+        if self._flat is not None:
+            return self._flat[start:stop].copy()
+        found = np.empty((stop - start, 2), np.int64)
+        numbers = np.arange(start, stop)
+        of: Any = self._first.searchsorted(start, side="right") - 1
+        if self._first.searchsorted(stop - 1, side="right") - 1 != of:
+            of = self._first.searchsorted(numbers, side="right") - 1
+        base, _, step, length = self.blocks[of].T
+        found[:, 0], found[:, 1] = base + (numbers - self._first[of]) * step, length
+        return found
+
+    def _run_at(self, at: int) -> tuple[int, int]:
+        """The number of the run that byte `at` is in, and how far into it."""
+        block = int(self._ends.searchsorted(at, side="right"))
         _, count, _, length = self.blocks[block].tolist()
         run, inside = divmod(at - (int(self._ends[block]) - count * length), length)
-        numbers = np.arange(self._first[block] + run, min(int(self._first[block]) + run + most, self.num_runs))
-        of = np.searchsorted(self._first, numbers, side="right") - 1
-        base, _, step, length = self.blocks[of].T
-        found = np.stack([base + (numbers - self._first[of]) * step, length], axis=1)
-        found[0] += (inside, -inside)
-        return _cut(found, most_nbytes)
+        return int(self._first[block]) + run, inside
 
     def gather(self, at: int, *, into: int, nbytes: int) -> None:
         """Copy the stretch `at:at + nbytes` to an address of this process.
@@ -132,16 +152,6 @@ def place_of(table: Table) -> int:
     """The address of a table itself, for a call of the operating system. (`ndarray.ctypes` makes garbage in cycles.)"""
     address: int = table.__array_interface__["data"][0]
     return address
-
-
-def _cut(spans: Table, most_nbytes: int) -> Table:
-    """The first of the spans that have so many bytes, the last of them cut."""
-    ends = np.cumsum(spans[:, 1])
-    if ends[-1] > most_nbytes:
-        last = int(np.searchsorted(ends, most_nbytes))
-        spans = spans[: last + 1]
-        spans[last, 1] -= ends[last] - most_nbytes
-    return spans
 
 
 def is_worth_leaving(tensor: torch.Tensor) -> bool:

@@ -32,6 +32,9 @@ MOST_SPANS: Final = 1024
 AT_ONCE: Final = 16 << 20
 """Bytes that one call is given at most: what an abort waits for."""
 
+_LEAST_AT_ONCE: Final = 1 << 20
+"""Bytes that one call is given at least, if the message has them."""
+
 LENGTH: Final = struct.Struct("<Q")
 
 
@@ -61,6 +64,8 @@ class TcpLink:
     _is_full: bool = field(default=False, init=False)
     _has_bytes: bool = field(default=False, init=False)
     _events: int = field(default=EPOLLIN, init=False)
+    _took: int = field(default=0, init=False)
+    """Bytes that the kernel moved in the last call."""
     _writev: Any = field(factory=lambda: _call("writev"), init=False)
     _readv: Any = field(factory=lambda: _call("readv"), init=False)
 
@@ -159,11 +164,14 @@ class TcpLink:
     def _move(self, call: Any, operation: Operation) -> tuple[int, bool]:
         """Let the kernel copy from or to an operation's runs: the bytes, and whether it takes or has no more now.
 
-        It is asked again only when epoll says so, and not for the few bytes that it may have room for meanwhile.
+        It is asked again only when epoll says so, and not for the few bytes that it may have room for meanwhile. It is
+        given twice what it took last: to list runs that it won't get to costs more than another call.
         """
-        spans = operation.runs.spans(operation.moved, most=MOST_SPANS, most_nbytes=AT_ONCE)
+        most = min(AT_ONCE, max(_LEAST_AT_ONCE, 2 * self._took))
+        spans = operation.runs.spans(operation.moved, most=MOST_SPANS, most_nbytes=most)
         moved: int = call(self.socket.fileno(), place_of(spans), len(spans))
         if moved >= 0:
+            self._took = moved
             return moved, 0 < moved < int(spans[:, 1].sum())
         number = ctypes.get_errno()
         if number in (EAGAIN, EINTR):
