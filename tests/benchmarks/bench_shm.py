@@ -1,6 +1,6 @@
 """Shared memory beside plain copies by as many processes, and beside gloo: message by message, in the same run.
 
-    python tests/benchmarks/bench_shm.py [--pairs 1] [--mib 256] [--message-mib 16] [--turns 9] [--json FILE]
+    python tests/benchmarks/bench_shm.py [--pairs 1] [--mib 256] [--message-mib 16] [--turns 21] [--json FILE]
 
 Sources each send their bytes to one target, in messages of one size, all posted at once. Contenders take turns; what
 counts is the median of the ratios in a turn, seconds are for orientation. Contenders:
@@ -169,7 +169,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=1, help="sources, and as many targets")
     parser.add_argument("--mib", type=int, default=256, help="MiB that each source sends")
     parser.add_argument("--message-mib", type=float, default=16.0)
-    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--turns", type=int, default=21)
     parser.add_argument("--json", type=Path, help="also write the rows here")
     told = parser.parse_args()
     rows = measure(told)
