@@ -25,7 +25,7 @@ from attrs import define, field, frozen
 from refit_sdk.binding import Batch, Bound, BoundWindow, Carried, Finder, Transfer, bind
 from refit_sdk.device import Lanes
 from refit_sdk.errors import RefitError
-from refit_sdk.fabric import Deadline, FabricError, Group, Work, scatters
+from refit_sdk.fabric import Deadline, FabricError, Group, Work, flush, scatters
 from refit_sdk.narrowing import NarrowingError
 from refit_sdk.program import Program
 
@@ -237,6 +237,10 @@ class Executor:
                 if group is not None:
                     work = group.send(_buffer(transfer), peer=transfer.peer)
                     self._pending.append(_Posted(transfer, work, tally.sent, set()))
+        for engine in self._groups:
+            with self._guarded(engine) as group:
+                if group is not None:
+                    flush(group)
 
     @contextmanager
     def _guarded(self, engine: str) -> Iterator[Group | None]:

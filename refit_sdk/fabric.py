@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 from attrs import frozen
 
-from refit_sdk.errors import RefitError, RendezvousError
+from refit_sdk.errors import RefitError, RendezvousError, UnsupportedMoveError
 
 if TYPE_CHECKING:
     import torch
+
+    from refit_sdk.transport import Transport
 
 
 class FabricError(RefitError):
@@ -104,6 +106,21 @@ def local_host(store: KeyValue) -> str:
     return getattr(store, "local_host", "127.0.0.1")
 
 
+def check_collectives(fabric: Fabric, transports: Iterable[Transport]) -> None:
+    """`UnsupportedMoveError` if a transport's steps are a collective that isn't among the fabric's `collectives`."""
+    offered: frozenset[str] = getattr(fabric, "collectives", frozenset())
+    for transport in transports:
+        need = transport.capabilities.collective
+        if need is not None and need not in offered:
+            has = ", ".join(sorted(offered)) or "none"
+            raise UnsupportedMoveError(
+                f"transport {transport.name!r} is one collective step {need!r} a tensor, which the fabric has to "
+                f"offer; fabric {fabric.name!r} offers {has}; route those tensors to another transport",
+                transport=transport.name,
+                need=f"the collective {need!r}",
+            )
+
+
 def roll_call(
     store: KeyValue, *, group: str, members: Sequence[int], process: int, deadline: Deadline, word: bytes = b""
 ) -> dict[int, bytes]:
@@ -144,7 +161,8 @@ class Group(Protocol):
     `devices` are the types of the devices whose memory the group reads and writes (`"cpu"`, `"cuda"`). A group whose
     links differ also has `links`, a dict from (sender, receiver) to a few words on what serves that link. A group that
     has `scatters`, and it is true, also takes `refit_sdk.runs.Runs` in place of a buffer, whose bytes on the host it
-    gathers and scatters itself.
+    gathers and scatters itself. One that begins all that was posted for a window at once has `flush`, which is called
+    after the last of them; a wait begins what was posted before, too.
     """
 
     devices: ClassVar[frozenset[str]]
@@ -171,6 +189,13 @@ def scatters(group: Group) -> bool:
     return bool(getattr(group, "scatters", False))
 
 
+def flush(group: Group) -> None:
+    """All of a window are posted: a group that begins windows as a whole begins this one. Returns at once."""
+    begin = getattr(group, "flush", None)
+    if begin is not None:
+        begin()
+
+
 def serves(group: Group, link: tuple[int, int], *, otherwise: str) -> str:
     """What serves a link (sender, receiver) of a group: what the group says, or its fabric's name."""
     links: Mapping[tuple[int, int], str] = getattr(group, "links", {})
@@ -179,7 +204,10 @@ def serves(group: Group, link: tuple[int, int], *, otherwise: str) -> str:
 
 @runtime_checkable
 class Fabric(Protocol):
-    """A way to carry bytes. Constructed without arguments, or with those that the user gave in `fabric=`."""
+    """A way to carry bytes. Constructed without arguments, or with those that the user gave in `fabric=`.
+
+    One whose groups have collectives of their own names them in `collectives`, a frozenset.
+    """
 
     name: ClassVar[str]
 

@@ -25,7 +25,7 @@ from refit_sdk.adapter import Observer, SourceAdapter, TargetAdapter
 from refit_sdk.control import Address, Client, connect, find_token, listen, parse_rendezvous
 from refit_sdk.coordinator import Coordinator
 from refit_sdk.errors import RefitError, RendezvousError
-from refit_sdk.fabric import Fabric
+from refit_sdk.fabric import Fabric, check_collectives
 from refit_sdk.hub import Hub
 from refit_sdk.messages import Claim, Down, Unable
 from refit_sdk.offers import Registry, choose_adapter, plugin_versions
@@ -132,7 +132,7 @@ class _Brought:
             client_of,
             source=self.held.get("source"),
             target=self.held.get("target"),
-            planner=_Planner(self.plugins),
+            planner=_Planner(self.plugins, self.fabric),
             fabric=self.fabric,
             observers=self.observers,
             host=this_host(),
@@ -236,15 +236,17 @@ def _to_json(settings: Settings | None) -> str | None:
 
 
 class _Planner:
-    """Plans worlds, and remembers the plans it made."""
+    """Plans worlds, and remembers the plans it made. `fabric` is what carries the steps."""
 
-    def __init__(self, plugins: Registry) -> None:
+    def __init__(self, plugins: Registry, fabric: Fabric) -> None:
         self._plugins = plugins
+        self._fabric = fabric
         self._cache = PlanCache()
 
     def __call__(self, world: World, settings: str) -> tuple[str, Plan]:
         stated = msgspec.json.decode(settings, type=Settings)
         transports = {name: self._plugins.get("transport", name)() for _, name in stated.routes}
+        check_collectives(self._fabric, transports.values())
         topology = Topology.single(world.num_processes)
         same = evolve(world, epoch=0)  # an epoch that changed nothing needs no new plan
         versions = _plugins(self._plugins)  # of those that are routed: what else is installed shapes no plan

@@ -69,6 +69,9 @@ class Capabilities:
     casts: bool = True
     copies: Literal["direct", "domain", "one"] = "direct"
     """How often a byte leaves its holder: once a target rank, once a domain, or once."""
+    collective: str | None = None
+    """What its steps of a family are all together, where they aren't sends and receives: only a fabric that offers it
+    carries them."""
 
 
 @runtime_checkable

@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 import torch
 from attrs import define, field
@@ -140,7 +140,7 @@ class LinkGroup:
         process: int,
         words: Mapping[tuple[int, int], str],
         on_close: Callable[[], None] = lambda: None,
-    ) -> LinkGroup:
+    ) -> Self:
         """A group on links whose connections are made; it takes them over. `on_close` is called after its thread
         ended."""
         group = cls(tuple(members), process)

@@ -68,13 +68,27 @@ class ShmFabric:
             directory=self._directory,
         )
 
+    def meet_all(
+        self, *, group: str, members: Sequence[int], process: int, store: KeyValue, deadline: Deadline, asks: str
+    ) -> Met:
+        """As `meet`; `FabricError` naming the fabric that `asks` if there is a member that doesn't share this host."""
+        met = self.meet(group=group, members=members, process=process, store=store, deadline=deadline)
+        if not met.apart:
+            return met
+        met.part()
+        raise FabricError(
+            f"fabric {asks} joins processes of one host only, and {len(met.apart)} pairs of group {group!r} share "
+            f"none: {met.why_apart(met.apart[0])}; use fabric 'mixed', which takes TCP between hosts",
+            peer=next((peer for pair in met.apart if process in pair for peer in pair if peer != process), None),
+        )
+
     def over(self, met: Met, *, members: Sequence[int], process: int) -> LinkGroup:
         """The group of those that were met."""
         reader = Reader()
 
         def make(listen: Listen) -> list[ShmLink]:
             return [
-                ShmLink(process, peer, p.socket, p.pid, p.readable, p.reads, self._directory, reader, listen)
+                ShmLink(process, peer, p.socket, listen, p.pid, p.readable, p.reads, self._directory, reader)
                 for peer, p in met.peers.items()
             ]
 
@@ -87,16 +101,8 @@ class ShmFabric:
         """Connect to all members. `FabricError` naming who doesn't come, or those that are on different hosts."""
         if len(members) == 1:
             return LinkGroup(tuple(members), process)
-        met = self.meet(group=group, members=members, process=process, store=store, deadline=Deadline.after(timeout))
-        if met.apart:
-            for peer in met.peers.values():
-                peer.socket.close()
-            why = met.why_apart(met.apart[0])
-            raise FabricError(
-                f"fabric shm joins processes of one host only, and {len(met.apart)} pairs of group {group!r} share "
-                f"none: {why}; use fabric 'mixed', which takes TCP between hosts",
-                peer=next((peer for pair in met.apart if process in pair for peer in pair if peer != process), None),
-            )
+        deadline = Deadline.after(timeout)
+        met = self.meet_all(group=group, members=members, process=process, store=store, deadline=deadline, asks="shm")
         return self.over(met, members=members, process=process)
 
 

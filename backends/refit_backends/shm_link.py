@@ -20,15 +20,13 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 from collections import deque
-from enum import IntEnum
-from select import EPOLLIN, EPOLLOUT
 from typing import Final
 
 from attrs import define, field
 
-from refit_backends.links import Listen, Lost, Operation, hang_up, mismatch
+from refit_backends.links import Lost, Operation
+from refit_backends.records import RECORD, RecordLink, Tag
 from refit_backends.shm_memory import RING_NBYTES, SLOT_NBYTES, SLOTS, Reader, Ring, read_table, reserve
 from refit_sdk.fabric import FabricError
 from refit_sdk.runs import Runs, place_of
@@ -36,41 +34,16 @@ from refit_sdk.runs import Runs, place_of
 READ_NBYTES: Final = 16 << 20
 """Bytes read from a peer at once: what an abort waits for."""
 
-_RECORD: Final = struct.Struct("<BQQQ")
-_HEARD_AT_ONCE: Final = 1 << 16
-
-
-class Tag(IntEnum):
-    """What a record says, with three numbers."""
-
-    OFFER = 1
-    """A message: its bytes, the address, and the blocks of the table that is there; of 0 the bytes themselves are."""
-    RING = 2
-    """The ring's descriptor comes with this record."""
-    CHUNK = 3
-    """A slot is full: the chunk's bytes, and the whole message's."""
-    FREED = 4
-    """A slot is free again."""
-    DONE = 5
-    """The oldest message that hasn't ended has arrived."""
-    MISMATCH = 6
-    """A message has another length than its receive: the message's bytes, and the receive's."""
-
 
 @define(eq=False)
-class ShmLink:
+class ShmLink(RecordLink):
     """The pair of this process and a peer. `readable`: this one may read its memory; `reads`: it may read ours."""
 
-    process: int
-    peer: int
-    socket: socket.socket
     pid: int
     readable: bool
     reads: bool
     directory: str | None
     reader: Reader
-    listen: Listen
-    lost: FabricError | None = None
     _sends: deque[Operation] = field(factory=deque, init=False)
     """Not yet wholly offered or written."""
     _sent: deque[Operation] = field(factory=deque, init=False)
@@ -82,12 +55,6 @@ class ShmLink:
     _ours: Ring | None = field(default=None, init=False)
     _theirs: Ring | None = field(default=None, init=False)
     _free: int = field(default=SLOTS, init=False)
-    _out: bytearray = field(factory=bytearray, init=False)
-    _handed: deque[tuple[int, Operation]] = field(factory=deque, init=False)
-    """Receives that end when so many more bytes of `_out` are on the socket."""
-    _heard: bytearray = field(factory=bytearray, init=False)
-    _fds: deque[int] = field(factory=deque, init=False)
-    _is_full: bool = field(default=False, init=False)
 
     def post(self, operation: Operation) -> None:
         """Take an operation over."""
@@ -134,7 +101,7 @@ class ShmLink:
             return False
         fd = reserve(RING_NBYTES, directory=self.directory)
         try:
-            socket.send_fds(self.socket, [_RECORD.pack(Tag.RING, 0, 0, 0)], [fd])
+            socket.send_fds(self.socket, [RECORD.pack(Tag.RING, 0, 0, 0)], [fd])
         except BlockingIOError:
             self._full(True)
             return False
@@ -179,69 +146,10 @@ class ShmLink:
         self._arrived(recv, chunk)
         return True
 
-    def _match(self, nbytes: int, recv: Operation) -> None:
-        if nbytes != recv.nbytes:
-            self._say(Tag.MISMATCH, nbytes, recv.nbytes)
-            self.flush()
-            raise Lost(mismatch(self.peer, nbytes, self.process, recv.nbytes))
-
     def _arrived(self, recv: Operation, nbytes: int) -> None:
         recv.moved += nbytes
         if recv.moved == recv.nbytes:
-            self._say(Tag.DONE)
-            self._handed.append((len(self._out), self._recvs.popleft()))
-
-    def _say(self, tag: Tag, one: int = 0, other: int = 0, third: int = 0) -> None:
-        self._out += _RECORD.pack(tag, one, other, third)
-
-    def flush(self) -> None:
-        """Put what was said on the socket, as far as it takes it. `Lost` if nobody is there."""
-        while self._out and not self._is_full:
-            try:
-                gone = self.socket.send(self._out)
-            except BlockingIOError:
-                self._full(True)
-                return
-            except OSError as error:
-                raise Lost(f"the connection ended ({error.strerror})") from error
-            del self._out[:gone]
-            self._handed = deque((left - gone, recv) for left, recv in self._handed)
-            while self._handed and self._handed[0][0] <= 0:
-                self._handed.popleft()[1].end()
-
-    def has_room(self) -> None:
-        """The socket takes records again."""
-        if self._is_full:
-            self._full(False)
-            self.flush()
-
-    def _full(self, is_full: bool) -> None:
-        self._is_full = is_full
-        self.listen(self, EPOLLIN | (EPOLLOUT if is_full else 0))
-
-    def hear(self) -> None:
-        """Take what the peer says. `Lost` when it has left."""
-        while True:
-            try:
-                said, fds, _, _ = socket.recv_fds(self.socket, _HEARD_AT_ONCE, SLOTS)
-            except BlockingIOError:
-                return
-            except OSError as error:
-                raise Lost(f"the connection ended ({error.strerror})") from error
-            self._fds += fds
-            if not said:
-                raise Lost("the connection ended: it closed its group or died")
-            self._heard += said
-            self._take()
-            if len(said) < _HEARD_AT_ONCE:
-                return
-
-    def _take(self) -> None:
-        whole = len(self._heard) // _RECORD.size * _RECORD.size
-        records = bytes(self._heard[:whole])
-        del self._heard[:whole]
-        for tag, one, other, third in _RECORD.iter_unpack(records):
-            self._obey(tag, one, other, third)
+            self._say_done(self._recvs.popleft())
 
     def _obey(self, tag: int, one: int, other: int, third: int) -> None:
         if tag == Tag.OFFER or tag == Tag.CHUNK:
@@ -252,19 +160,15 @@ class ShmLink:
             self._sent.popleft().end()
         elif tag == Tag.RING and self._fds and self._theirs is None:
             self._theirs = Ring.of(self._fds.popleft())
-        elif tag == Tag.MISMATCH:
-            raise Lost(mismatch(self.process, one, self.peer, other))
         else:
-            raise Lost(f"its records make no sense (tag {tag})")
+            RecordLink._obey(self, tag, one, other, third)
 
     def end(self, error: FabricError) -> None:
         """Hang up, and only then end all that is pending. Nothing is copied any more."""
         if self.lost is not None:
             return
         self.lost = error
-        hang_up(self.socket)
-        for fd in self._fds:
-            os.close(fd)
+        self._hang_up()
         for ring in (self._ours, self._theirs):
             if ring is not None:
                 ring.close()

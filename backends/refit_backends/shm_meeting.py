@@ -72,6 +72,11 @@ class Met:
     apart: tuple[tuple[int, int], ...]
     words: dict[int, Word]
 
+    def part(self) -> None:
+        """Close all connections."""
+        for peer in self.peers.values():
+            peer.socket.close()
+
     def why_apart(self, pair: tuple[int, int]) -> str:
         """What is known of a pair that shares no host."""
         one, other = (self.words[member] for member in pair)

@@ -214,10 +214,12 @@ def opener(data: bytes, plan: bool, pipe: Any) -> None:
     world = wire.decode_world(data)
     found = {"open_s": time.monotonic() - begun, "open_cpu_s": time.process_time() - used, "open_peak": peak() - before}
     if plan:
+        from refit_backends.inproc import InprocFabric
+
         from refit_sdk.joining import _Planner
         from refit_sdk.plugins import registry
 
-        planner = _Planner(registry())
+        planner = _Planner(registry(), InprocFabric())
         used = time.process_time()
         _, made = planner(world, "{}")
         found |= {"plan_s": time.process_time() - used, "plan_peak": peak() - before, "steps": len(made.steps)}

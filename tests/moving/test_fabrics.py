@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import gpu_standins
 import msgspec
 import pytest
 import torch
@@ -63,6 +64,7 @@ FABRICS: dict[str, Callable[[], Fabric]] = {
     "mixed": MixedFabric,
     "two hosts": TwoHosts,
     "two hosts, gloo": TwoHostsByGloo,
+    "cuda_ipc (stand-in)": gpu_standins.StandinCudaIpc,
 }
 
 

@@ -23,8 +23,9 @@ import shm_cases
 import torch
 from moving_support import Table, connect, heard, started, threads
 from refit_backends.links import Lost, Operation
+from refit_backends.records import RECORD, Tag
 from refit_backends.shm import ONE_COPY, TWO_COPIES, ShmFabric
-from refit_backends.shm_link import _RECORD, ShmLink, Tag
+from refit_backends.shm_link import ShmLink
 from refit_backends.shm_meeting import _GREETING, NONCE_NBYTES, Word
 from refit_backends.shm_memory import Reader
 
@@ -205,7 +206,7 @@ def link(*, readable: bool = True) -> Iterator[tuple[ShmLink, socket.socket, lis
     here.setblocking(False)
     said: list[bool] = []
     made = ShmLink(
-        1, 0, here, 0, readable, True, None, Reader(), lambda _, events: said.append(bool(events & EPOLLOUT))
+        1, 0, here, lambda _, events: said.append(bool(events & EPOLLOUT)), 0, readable, True, None, Reader()
     )
     with there:
         yield made, there, said
@@ -223,7 +224,7 @@ def test_bytes_of_a_sender_that_has_left_are_never_taken_for_good_ones() -> None
         source, into = torch.ones(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
         recv = operation("recv", into)
         made.post(recv)
-        there.sendall(_RECORD.pack(Tag.OFFER, 8, source.data_ptr(), 0))
+        there.sendall(RECORD.pack(Tag.OFFER, 8, source.data_ptr(), 0))
         made.hear()
         there.close()
         with pytest.raises(Lost):
@@ -249,16 +250,16 @@ def test_a_full_socket_is_waited_for_and_nothing_is_lost() -> None:
             except TimeoutError:
                 break
         assert said[-1] is False
-        assert len(heard_bytes) == (count + 1) * _RECORD.size
+        assert len(heard_bytes) == (count + 1) * RECORD.size
 
 
 @pytest.mark.parametrize(
     "said",
     [
-        _RECORD.pack(99, 0, 0, 0),
-        _RECORD.pack(Tag.DONE, 0, 0, 0),
-        _RECORD.pack(Tag.FREED, 0, 0, 0),
-        _RECORD.pack(Tag.RING, 0, 0, 0),
+        RECORD.pack(99, 0, 0, 0),
+        RECORD.pack(Tag.DONE, 0, 0, 0),
+        RECORD.pack(Tag.FREED, 0, 0, 0),
+        RECORD.pack(Tag.RING, 0, 0, 0),
     ],
     ids=["an unknown tag", "nothing was sent", "every slot is free", "no descriptor came"],
 )
@@ -273,7 +274,7 @@ def test_a_chunk_larger_than_its_receive_writes_nothing() -> None:
     with link(readable=False) as (made, there, _):
         into = torch.zeros(4, dtype=torch.uint8)
         made.post(operation("recv", into[:2]))
-        there.sendall(_RECORD.pack(Tag.CHUNK, 4, 2, 0))
+        there.sendall(RECORD.pack(Tag.CHUNK, 4, 2, 0))
         made.hear()
         with pytest.raises(Lost, match="no sense"):
             made.step()
