@@ -1,7 +1,9 @@
 """A program bound to live views: which bytes each message is read from or written to, and which copies go with it.
 
 1. Find the views of each piece. At a source they must cover it, and of places that store the same element one is read;
-   at a target they must cover it, and all are written.
+   at a target they must cover it, and all are written. What passes through is kept in a slot of the relay buffer
+   (`refit_sdk.relays`), which is one more view to write, and later the one to read; what a process has no use for at
+   all is received, and left.
 2. A piece that is one view, in the wire's dtype, needs no window buffer if it is contiguous and alone in its message,
    or if it has long runs and the fabric gathers and scatters: its own bytes are sent, or received into.
 3. Every other piece gets a stretch of a window buffer; a message that isn't all in place is, where the fabric doesn't
@@ -27,6 +29,7 @@ from refit_sdk.dtypes import itemsize
 from refit_sdk.errors import LayoutError
 from refit_sdk.narrowing import Narrowed, NarrowedRun, may_overflow
 from refit_sdk.program import Message, Piece, Program, Window
+from refit_sdk.relays import where
 from refit_sdk.runs import Runs, is_worth_leaving
 
 Side = Literal["send", "recv"]
@@ -73,11 +76,13 @@ class Copies:
 @define(eq=False)
 class Batch:
     """What one window copies for one engine: `pack` before it is sent, `local` from source to target views of this
-    process, `unpack` after it arrived. `narrowed` is looked at after packing, and `narrowed_locally` before `local`."""
+    process, `unpack` after it arrived. `narrowed` is looked at after packing, and `narrowed_locally` before `local`.
+    `live` says that target views are written."""
 
     pack: Copies = field(factory=Copies)
     local: Copies = field(factory=Copies)
     unpack: Copies = field(factory=Copies)
+    live: bool = False
     narrowed: list[NarrowedRun] = field(factory=list)
     narrowed_locally: list[Narrowed] = field(factory=list)
 
@@ -87,6 +92,8 @@ class BoundWindow:
     """A window of tensors. Transfers are in the program's order."""
 
     number: int
+    after: int = -1
+    """The place of the last window that must be complete before this one is packed and sent; -1: none."""
     sends: list[Transfer] = field(factory=list)
     recvs: list[Transfer] = field(factory=list)
     batches: dict[str, Batch] = field(factory=lambda: defaultdict(Batch))
@@ -94,7 +101,7 @@ class BoundWindow:
 
 @frozen(eq=False)
 class Bound:
-    """A bound program. `devices` are those of its views, `buffer_nbytes` the size of all its window buffers."""
+    """A bound program. `devices` are those of its views, `buffer_nbytes` the size of all its buffers."""
 
     windows: tuple[BoundWindow, ...]
     devices: frozenset[torch.device]
@@ -113,11 +120,54 @@ class Carried:
 def bind(program: Program, *, sources: Finder | None, targets: Finder | None, carried: Carried) -> Bound:
     """Bind a program to views. `LayoutError` if a piece isn't covered by views."""
     finders: dict[Side, Finder | None] = {"send": sources, "recv": targets}
-    placer = _Placer(finders, carried)
-    placed = [placer.place(window, turn % 2) for turn, window in enumerate(program.windows)]
+    kept = _Kept(program, finders, carried)
+    placer = _Placer(finders, carried, kept)
+    placed = [placer.place(window, place) for place, window in enumerate(program.windows)]
     buffers = placer.buffers()
     windows = tuple(_bind_window(window, finders, messages, buffers) for window, messages in placed)
-    return Bound(windows, frozenset(placer.devices), sum(buffer.numel() for buffer in buffers.values()))
+    for window, after in zip(windows, program.relays.after, strict=True):
+        window.after = after
+    nbytes = sum(buffer.numel() for buffer in buffers.values()) + kept.buffer.numel()
+    return Bound(windows, frozenset(placer.devices | {kept.buffer.device}), nbytes)
+
+
+class _Kept:
+    """The relay buffer of a program: where what passes through is written to, and read from."""
+
+    def __init__(self, program: Program, finders: dict[Side, Finder | None], carried: Carried) -> None:
+        self._relays = program.relays
+        home = next(_homes(program, finders), torch.device("cpu")) if self._relays.nbytes else torch.device("cpu")
+        self.buffer = window_buffer(self._relays.nbytes, home if home.type in carried.devices else torch.device("cpu"))
+
+    def slot(self, number: int) -> Found:
+        """A slot as a view of its box."""
+        slot = self._relays.slots[number]
+        dtype: torch.dtype = getattr(torch, slot.dtype)
+        return slot.box, self.buffer.narrow(0, slot.offset, slot.nbytes).view(dtype).view(slot.box.shape)
+
+    def found(self, piece: Piece, side: Side, place: int, engine: str) -> list[Found]:
+        """The slots for a piece of a window: that which keeps it, or those that feed it, which then cover it."""
+        key = where(place, engine, piece)
+        if side == "recv":
+            return [self.slot(self._relays.kept[key])] if key in self._relays.kept else []
+        parts, missing = cover(piece.box, [self._part(piece, number) for number in self._relays.feeds.get(key, ())])
+        assert not missing, f"{piece} is sent on and never arrives"
+        return parts
+
+    def _part(self, piece: Piece, number: int) -> Found:
+        box, view = self.slot(number)
+        part = box.intersect(piece.box)
+        assert part is not None
+        return part, narrow(view, part, box)
+
+
+def _homes(program: Program, finders: dict[Side, Finder | None]) -> Iterator[torch.device]:
+    """The devices of the views that a program names, in its order."""
+    for window in program.windows:
+        for side, messages in (("send", window.sends), ("recv", window.recvs)):
+            finder = finders[side]  # type: ignore[index]
+            for piece in (piece for message in messages for piece in message.pieces if piece.own and piece.nbytes):
+                yield from (view.device for _, view in finder.find(piece.name, piece.box)) if finder is not None else ()
 
 
 Slot = tuple[Side, int, torch.device]
@@ -151,13 +201,13 @@ class _Placed:
 
     @property
     def live(self) -> bool:
-        """Whether bytes of views are among the message's."""
-        return any(part.offset is None for part in self.parts)
+        """Whether bytes of views are among the message's: of a slot, nobody but this module reads or writes any."""
+        return any(part.offset is None and part.piece.own for part in self.parts)
 
     def bytes_in(self, buffer: torch.Tensor | None) -> torch.Tensor | Runs:
         """All bytes of the message."""
         stretches = [part.stretch(buffer) for part in self.parts]
-        if not self.live:
+        if all(part.offset is not None for part in self.parts):
             assert buffer is not None
             first = self.parts[0].offset
             assert first is not None
@@ -171,25 +221,27 @@ class _Placed:
 class _Placer:
     """Finds the views of all messages and adds up what each window buffer must hold."""
 
-    def __init__(self, finders: dict[Side, Finder | None], carried: Carried) -> None:
+    def __init__(self, finders: dict[Side, Finder | None], carried: Carried, kept: _Kept) -> None:
         self._finders = finders
         self._carried = carried
+        self._kept = kept
         self._largest: dict[Slot, int] = {}
         self.devices: set[torch.device] = set()
 
-    def place(self, window: Window, turn: int) -> tuple[Window, list[_Placed]]:
+    def place(self, window: Window, place: int) -> tuple[Window, list[_Placed]]:
         used: dict[Slot, int] = {}
         sides: tuple[tuple[Side, tuple[Message, ...]], ...] = (("recv", window.recvs), ("send", window.sends))
-        placed = [self._place(m, side, turn, used) for side, ms in sides for m in ms if m.nbytes]
+        placed = [self._place(m, side, place, used) for side, ms in sides for m in ms if m.nbytes]
         for slot, nbytes in used.items():
             self._largest[slot] = max(nbytes, self._largest.get(slot, 0))
         return window, placed
 
-    def _place(self, message: Message, side: Side, turn: int, used: dict[Slot, int]) -> _Placed:
-        pieces = [(piece, _views(piece, self._finders[side], side)) for piece in message.pieces if piece.nbytes]
-        self.devices.update(view.device for _, found in pieces for _, view in found)
-        device = pieces[0][1][0][1].device
-        slot = (side, turn, device if device.type in self._carried.devices else torch.device("cpu"))
+    def _place(self, message: Message, side: Side, place: int, used: dict[Slot, int]) -> _Placed:
+        pieces = [(p, self._found(p, side, place, message.engine)) for p in message.pieces if p.nbytes]
+        devices = [view.device for _, found in pieces for _, view in found]
+        self.devices.update(devices)
+        device = devices[0] if devices else self._kept.buffer.device
+        slot = (side, place % 2, device if device.type in self._carried.devices else torch.device("cpu"))
         at, parts = used.get(slot, 0), []
         for piece, found in pieces:
             if self._stays(piece, found, alone=len(pieces) == 1):
@@ -202,8 +254,17 @@ class _Placer:
             used[slot] = at + -at % 16
         return _Placed(message, side, tuple(parts), slot)
 
+    def _found(self, piece: Piece, side: Side, place: int, engine: str) -> list[Found]:
+        """Where a piece is read from, or written to."""
+        if side == "send" and piece.own:
+            return _views(piece, self._finders[side], side)
+        own = _views(piece, self._finders[side], side) if side == "recv" and piece.own else []
+        return own + self._kept.found(piece, side, place, engine)
+
     def _stays(self, piece: Piece, found: list[Found], *, alone: bool) -> bool:
         """Whether a piece's bytes are sent from, or received into, its first view."""
+        if not found:
+            return False
         box, view = found[0]
         if box != piece.box or view.dtype != _dtype(piece) or view.device.type not in self._carried.devices:
             return False
@@ -295,6 +356,7 @@ def _bind_unpack(placed: _Placed, buffer: torch.Tensor | None, batch: Batch) -> 
         stretch = part.stretch(buffer)
         for box, view in part.found[1:] if part.offset is None else part.found:
             batch.unpack.add(view, narrow(stretch, box, part.piece.box))
+            batch.live |= part.piece.own
 
 
 def _bind_pack(placed: _Placed, buffer: torch.Tensor | None, batch: Batch) -> None:
@@ -329,5 +391,6 @@ def _bind_copy(piece: Piece, finders: dict[Side, Finder | None], batch: Batch) -
             part = box.intersect(target_box)
             if part is not None:
                 batch.local.add(narrow(target, part, target_box), narrow(view, part, box))
+                batch.live = True
         if may_overflow(view.dtype, _dtype(piece)):
             batch.narrowed_locally.append(Narrowed(piece.name, view, _dtype(piece)))

@@ -27,7 +27,7 @@ from refit_sdk.families import Key, Sides, examples
 from refit_sdk.overlap import Boxes, atoms, meet, pairs, subtract, volume
 from refit_sdk.pieces import Pieces, Ruled
 from refit_sdk.routes import Rules, partition
-from refit_sdk.settings import Settings
+from refit_sdk.settings import AUTO, Settings
 from refit_sdk.world import World
 
 Members = Mapping[Key, Sequence[Box]]
@@ -303,7 +303,7 @@ def check_rules(sides: Sides, ruled: Ruled, settings: Settings, transports: Coll
         members = ruled.boxes.box(row, key[0].count("{}"))
         yield f"{label(key[0], [members])}: no route matches it; end the routes with ('*', a transport)"
     for pattern, transport in settings.routes:
-        if transport not in transports:
+        if transport != AUTO and transport not in transports:
             yield f"route {pattern!r} leads to {transport!r}; the transports are {', '.join(sorted(transports))}"
     for pattern, dtype in settings.casts:
         if dtype not in ITEMSIZE:

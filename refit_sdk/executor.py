@@ -2,7 +2,8 @@
 
 1. Bind the program to live views, once, at the first run; later runs reuse tensors and window buffers.
 2. Pack and post window 0. Then for each window k: pack and post k+1 (all receives, then all sends), wait for k, unpack
-   k. So two windows are on the way at once, and while copies of one are made the wire has the other.
+   k. So two windows are on the way at once, and while copies of one are made the wire has the other. Where k+1 sends on
+   what k brings, it waits for k, which hangs on no later window.
 3. Look at what was narrowed before it is sent: an overflow fails the engines that would get it.
 4. What goes wrong with one engine's group drops that engine: its group is aborted, its steps are skipped from there on,
    and the others go on. An engine once dropped stays so; a new executor on new groups is the recovery.
@@ -181,15 +182,19 @@ class Executor:
         with tally.timed("move"):
             for number, window in enumerate(bound.windows):
                 due = len(self._pending)
-                self._start(bound.windows[number + 1 : number + 2], tally)
+                following = bound.windows[number + 1 : number + 2]
+                self._start([each for each in following if each.after < number], tally)
                 self._wait(self._pending[:due], deadline)
                 del self._pending[:due]
                 self._unpack(window, tally)
+                self._start([each for each in following if each.after == number], tally)
                 self._after_window(number + 1, total)
         self._lanes.end()
 
     def _start(self, windows: Sequence[BoundWindow], tally: _Tally) -> None:
         for window in windows:
+            if window.after >= 0:
+                self._lanes.settle()
             self._pack(window, tally)
             self._lanes.settle()
             self._post(window, tally)
@@ -220,10 +225,10 @@ class Executor:
     def _unpack(self, window: BoundWindow, tally: _Tally) -> None:
         with tally.timed("unpack"), self._lanes.unpacking():
             for engine, batch in self._batches(window):
-                if batch.unpack.into or batch.local.into:
+                if batch.live:
                     tally.mutated.add(engine)
-                    batch.local.make()
-                    batch.unpack.make()
+                batch.local.make()
+                batch.unpack.make()
 
     def _post(self, window: BoundWindow, tally: _Tally) -> None:
         for transfer in window.recvs:

@@ -22,12 +22,13 @@ import msgspec
 from attrs import evolve, frozen
 
 from refit_sdk.adapter import Observer, SourceAdapter, TargetAdapter
+from refit_sdk.choosing import expanded
 from refit_sdk.control import Address, Client, connect, find_token, listen, parse_rendezvous
 from refit_sdk.coordinator import Coordinator
 from refit_sdk.errors import RefitError, RendezvousError
 from refit_sdk.fabric import Fabric, check_collectives
 from refit_sdk.hub import Hub
-from refit_sdk.messages import Claim, Down, Unable
+from refit_sdk.messages import Claim, Down, Unable, Where
 from refit_sdk.offers import Registry, choose_adapter, plugin_versions
 from refit_sdk.participant import Participant
 from refit_sdk.plan import Plan, PlanCache, input_digest, make_plan
@@ -36,6 +37,7 @@ from refit_sdk.seat import Held
 from refit_sdk.settings import Settings
 from refit_sdk.sharing import this_host
 from refit_sdk.topology import Topology
+from refit_sdk.whereabouts import whereabouts
 from refit_sdk.world import Side, World
 
 TELL_SECONDS: Final = 5.0
@@ -125,6 +127,7 @@ class _Brought:
     fabric: Fabric
     observers: list[Observer]
     held: dict[Side, Held]
+    where: Where
 
     def participant(self, client_of: Callable[[Callable[[Down], None]], Client]) -> Participant:
         """The process's part in the protocol, connected."""
@@ -136,6 +139,7 @@ class _Brought:
             fabric=self.fabric,
             observers=self.observers,
             host=this_host(),
+            where=self.where,
         )
 
 
@@ -153,7 +157,7 @@ def _bring(options: Options, address: Address, token: bytes) -> _Brought:
             each.close()
         _tell_unable(options, address, token, reason=f"{type(error).__name__}: {error}")
         raise
-    return _Brought(plugins, fabric, observers, held)
+    return _Brought(plugins, fabric, observers, held, whereabouts(fabric))
 
 
 def _tell_unable(options: Options, address: Address, token: bytes, *, reason: str) -> None:
@@ -245,9 +249,10 @@ class _Planner:
 
     def __call__(self, world: World, settings: str) -> tuple[str, Plan]:
         stated = msgspec.json.decode(settings, type=Settings)
-        transports = {name: self._plugins.get("transport", name)() for _, name in stated.routes}
+        routed = dict.fromkeys(name for _, transport in stated.routes for name in expanded(transport))
+        transports = {name: self._plugins.get("transport", name)() for name in routed}
         check_collectives(self._fabric, transports.values())
-        topology = Topology.single(world.num_processes)
+        topology = Topology.of(world, stated.topology)
         same = evolve(world, epoch=0)  # an epoch that changed nothing needs no new plan
         versions = _plugins(self._plugins)  # of those that are routed: what else is installed shapes no plan
         used = {name: versions[name] for name in transports}

@@ -33,7 +33,7 @@ from refit_sdk.errors import LayoutError, RendezvousError
 from refit_sdk.fold import MAX_BYTES, check_aliases, check_place, fold, unfold
 from refit_sdk.tensor import Members, TensorSpec, fold_name
 from refit_sdk.views import Views, check_storage
-from refit_sdk.world import Group, Manifest, Part, Regions, Seat, World
+from refit_sdk.world import Group, Location, Manifest, Part, Regions, Seat, World
 
 __all__ = [
     "MAX_MANIFEST_BYTES", "MAX_WORLD_BYTES", "Views", "check_storage", "decode", "decode_world", "digest", "encode",
@@ -95,6 +95,12 @@ class _WireSeat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     process: _Number
 
 
+class _WirePlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    process: _Number
+    host: Annotated[str, Meta(max_length=1024)]
+    domain: Annotated[str, Meta(max_length=1024)]
+
+
 class _WireWorld(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     epoch: _Size
     seats: Annotated[tuple[_WireSeat, ...], Meta(max_length=1 << 20)]
@@ -102,6 +108,7 @@ class _WireWorld(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parts: tuple[_WirePart, ...]
     manifests: tuple[_WireHeld, ...]
     manifest_of: tuple[_Number, ...]
+    places: Annotated[tuple[_WirePlace, ...], Meta(max_length=1 << 20)]
 
 
 _Wire = TypeVar("_Wire", _WireManifest, _WireWorld)
@@ -146,7 +153,8 @@ def world_bytes(world: World) -> bytes:
     parts: _Numbered[Part] = _Numbered()
     held = tuple(_WireHeld(tuple(map(parts.number, each.parts)), each.aliases) for each in manifests)
     members, listed = _parts_to_wire(parts)
-    return msgspec.json.encode(_WireWorld(world.epoch, seats, members, listed, held, manifest_of))
+    places = tuple(_WirePlace(place.process, place.host, place.domain) for place in sorted(world.places))
+    return msgspec.json.encode(_WireWorld(world.epoch, seats, members, listed, held, manifest_of, places))
 
 
 def encode_world(world: World) -> bytes:
@@ -163,7 +171,8 @@ def decode_world(data: bytes) -> World:
     raw = _inflate(data)
     wire = _parse(raw, _WireWorld, "world", MAX_WORLD_BYTES)
     seats = tuple(Seat(seat.side, seat.engine, seat.rank, seat.process) for seat in wire.seats)
-    world = World(wire.epoch, seats, _manifests_from_wire(wire), wire.manifest_of)
+    places = tuple(Location(place.process, place.host, place.domain) for place in wire.places)
+    world = World(wire.epoch, seats, _manifests_from_wire(wire), wire.manifest_of, places)
     _check_canonical(raw, world_bytes(world), "world")
     return world
 

@@ -24,7 +24,7 @@ from refit_sdk.errors import RendezvousError
 from refit_sdk.messages import Claim, Hello, Verdict
 from refit_sdk.stated import Stated
 from refit_sdk.states import ENGINE, EngineState, PushState, next_state
-from refit_sdk.world import Manifest, Seat, Side, World
+from refit_sdk.world import Location, Manifest, Seat, Side, World
 
 ENGINE_NAME: Final = re.compile(r"[A-Za-z0-9_.:-]+")
 """What an engine may be called, but for `source`: ranks' names, `rollout-0[1]+source[0]`, then say who is meant."""
@@ -369,7 +369,9 @@ class Membership:
         seats = [Seat(side, engine, rank, self._number(member)) for side, engine, rank, member, _ in claims]
         number: dict[Manifest, int] = {}
         manifest_of = tuple(number.setdefault(claim[4], len(number)) for claim in claims)
-        return World(epoch, tuple(seats), tuple(number), manifest_of)
+        said = {(self._number(claim[3]), claim[3].hello.where) for claim in claims}
+        places = sorted(Location(process, where.host, where.domain) for process, where in said)
+        return World(epoch, tuple(seats), tuple(number), manifest_of, tuple(places))
 
     def _number(self, member: Member) -> int:
         if member.process is None:

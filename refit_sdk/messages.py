@@ -48,6 +48,13 @@ class Door(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 
 
+class Where(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a process says it is; `domain` is "" where it knows of none but its host."""
+
+    host: str = ""
+    domain: str = ""
+
+
 class EngineDone(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one rank has to say of one engine after moving: bytes by completions, and how it failed, if it did.
 
@@ -72,7 +79,8 @@ class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Hello(Message, frozen=True):
     """Asks for seats. `settings` is canonical JSON (None: what the sources say); `manifests` has one body a seat;
     `fabric` is the name of what this process moves bytes by; `frozen` maps each pattern of tensors that pushes leave
-    alone to None if this process holds one, else to the nearest name that it holds. `door` is for others of its host.
+    alone to None if this process holds one, else to the nearest name that it holds. `door` is for others of its host;
+    `where` is for planning.
     """
 
     sdk: str
@@ -86,6 +94,7 @@ class Hello(Message, frozen=True):
     fabric: str = ""
     frozen: dict[str, str | None] = {}
     door: Door | None = None
+    where: Where = Where()
 
 
 class Unable(Message, frozen=True):

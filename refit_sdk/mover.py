@@ -75,6 +75,8 @@ class Mover:
             with self._lock:
                 self._groups[engine] = group
         standing.fresh = ()
+        if standing.plan.relays:
+            _ = self.program(self.mine(self._groups)).relays  # looked up now, not in the first push
 
     def _connected(self, engine: str, members: list[int], *, store: KeyValue, timeout: float) -> Group:
         group = f"{self._stands.epoch}/{engine}"

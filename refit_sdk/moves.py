@@ -173,8 +173,9 @@ def _local(pieces: Pieces, number: Ints, engine: Ints, granule: Ints, needed: _N
 def steps_of(
     table: MoveTable, families: tuple[Family, ...], rows: Ints, sides: Sides, *,
     transport: Transport, settings: Settings, topology: Topology,
-) -> StepTable:  # fmt: skip
-    """The checked steps of one transport for the moves `rows`."""
+) -> tuple[StepTable, Ints]:  # fmt: skip
+    """The checked steps of one transport for the moves `rows`, of which parts are numbered as moves of their own; and
+    the row in `table` of each of these."""
     sizes = sizes_of(families)
     none = np.full(len(rows), -1, np.int64)
     moves = StepTable(
@@ -187,10 +188,10 @@ def steps_of(
     kind = ndim * 64 + sizes.itemsize[moves.family]
     parts = [
         _call(table, moves, np.flatnonzero(kind == each), sides, transport=transport, topology=topology,
-              ndim=int(each) // 64, itemsize=int(each) % 64)
+              ndim=int(each) // 64, itemsize=int(each) % 64, stacked=sizes.stacked)
         for each in np.unique(kind)
     ]  # fmt: skip
-    return concat(parts or [moves])
+    return concat(parts or [moves]), moves.move
 
 
 def concat(tables: list[StepTable]) -> StepTable:
@@ -203,7 +204,7 @@ def concat(tables: list[StepTable]) -> StepTable:
 
 def _call(
     table: MoveTable, moves: StepTable, rows: Ints, sides: Sides, *,
-    transport: Transport, topology: Topology, ndim: int, itemsize: int,
+    transport: Transport, topology: Topology, ndim: int, itemsize: int, stacked: Ints,
 ) -> StepTable:  # fmt: skip
     """One question to a transport, and its answer as rows of the plan."""
     needs, need_start = _lists(table.need_sets, table.needs[moves.move[rows]])
@@ -217,6 +218,11 @@ def _call(
         holder_start,
         holders,
         itemsize,
+        granule=moves.granule[rows, :ndim],
+        family=moves.family[rows],
+        stacked=stacked[moves.family[rows]],
+        engine=moves.engine[rows],
+        ranks=tuple(tuple(sorted({s.process for s in sides.world.seats if s.engine == e})) for e in sides.engines),
     )
     found = _asked(transport, asked, topology)
     engine = moves.engine[rows]
@@ -284,6 +290,9 @@ def _wrong(moves: Moves, steps: Steps) -> str:
     lower, upper = moves.start[steps.move], moves.stop[steps.move]
     if bool(np.any((steps.start < lower) | (steps.stop > upper) | (steps.start >= steps.stop))):
         return "sends what isn't in the move"
+    grain = moves.granule[steps.move]
+    if bool(np.any((steps.start % grain != 0) | ((steps.stop % grain != 0) & (steps.stop != upper)))):
+        return "cuts inside a granule"
     place = Boxes(steps.move * processes + steps.dst, steps.start, steps.stop)
     if len(steps) != len(np.unique(place.group)) and len(pairs(place, place)[0]) != len(steps):
         return "sends an element to a process twice"
@@ -320,9 +329,13 @@ def _wrong_order(moves: Moves, steps: Steps, place: Boxes, processes: int) -> st
     return "relays what hasn't arrived by then" if bool(np.any(had != sent.volume)) else ""
 
 
-def refuse(families: tuple[Family, ...], table: MoveTable, transports: Mapping[str, Transport]) -> None:
-    """`UnsupportedMoveError` for the first transport that was routed something outside its capabilities."""
-    for number, family in enumerate(families):
+def refuse(
+    families: tuple[Family, ...], table: MoveTable, transports: Mapping[str, Transport], *, first: int = 0
+) -> None:
+    """`UnsupportedMoveError` for the first transport that was routed something outside its capabilities. The families
+    have numbers from `first` on.
+    """
+    for number, family in enumerate(families, first):
         able = transports[family.transport].capabilities
         for need in _beyond(able, family, table, number):
             raise UnsupportedMoveError(

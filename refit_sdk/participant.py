@@ -54,6 +54,7 @@ class Participant:
         fabric: Fabric,
         observers: Sequence[Observer] = (),
         host: str = "",
+        where: messages.Where | None = None,
     ) -> None:
         self._source = source
         self._observers = observers
@@ -66,7 +67,7 @@ class Participant:
         self._deadline, self._left = 0.0, False
         self._closed: SessionClosed | None = None
         self._client = client_of(self._urgent)
-        self._sharing = Sharing(host=host)
+        self._sharing, self._where = Sharing(host=host), where
 
     @property
     def held(self) -> list[Held]:
@@ -130,6 +131,7 @@ class Participant:
             fabric=self._mover.fabric,
             frozen=self._target.frozen if self._target is not None else {},
             door=self._sharing.door,
+            where=self._where or messages.Where(),
         )
         self._say(hello)
         match self._next(bounded=True):

@@ -23,6 +23,7 @@ from attrs import evolve, field, frozen
 from refit_sdk import aliases, coverage
 from refit_sdk.aliases import TiedCheck
 from refit_sdk.box import Box
+from refit_sdk.choosing import choose, expanded
 from refit_sdk.cost import Bounds, bounds
 from refit_sdk.errors import PlanError
 from refit_sdk.families import Sides, collect
@@ -31,10 +32,10 @@ from refit_sdk.overlap import volume
 from refit_sdk.pieces import Family, Pieces, families_of, overlap, rule
 from refit_sdk.program import Program, Window, lower
 from refit_sdk.settings import Settings
-from refit_sdk.summary import Row, Totals, gathered, rows_of, totals_of
+from refit_sdk.summary import Row, RuleRow, Totals, gathered, rows_of, rules_of, totals_of
 from refit_sdk.topology import Topology
 from refit_sdk.transport import Ints, Transport
-from refit_sdk.windows import Sizes, StepTable, fit, schedule, unfit
+from refit_sdk.windows import Sizes, StepTable, fit, granule_nbytes, narrowed, schedule, total, unfit
 from refit_sdk.world import Manifest, World
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ class Plan:
     """Moves, steps and windows of a push. Plans are equal if their digests are; printing one gives its table.
 
     `table` are the moves as arrays, `steps` what goes between processes, `copies` what stays inside one (as steps from
-    a process to itself), `tied_checks` what must be compared before a push.
+    a process to itself), `tied_checks` what must be compared before a push. By family: `hows` is how often its bytes
+    leave their holder (`Capabilities.copies`), `whys` why it has its transport, where that was chosen.
     """
 
     world: World
@@ -72,6 +74,8 @@ class Plan:
     tied_checks: tuple[TiedCheck, ...]
     bounds: Bounds
     gathered: tuple[int, ...]
+    hows: tuple[str, ...]
+    whys: tuple[str, ...]
     digest: str = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -90,6 +94,11 @@ class Plan:
     def num_windows(self) -> int:
         """Windows run from 0 to this, exclusive; a process has those in which it does something."""
         return 1 + int(max(self.steps.window.max(initial=-1), self.copies.window.max(initial=-1)))
+
+    @property
+    def relays(self) -> bool:
+        """Whether anything passes through a process."""
+        return bool(np.any(self.steps.round > 0))
 
     @property
     def moves(self) -> tuple[Move, ...]:
@@ -114,16 +123,21 @@ class Plan:
         return lower(self, process)
 
     def peak_bytes(self, process: int) -> int:
-        """Bytes of window buffers that a process has at most: two for sends and two for receives, used in turn.
+        """Bytes of buffers that a process has at most: two for sends and two for receives, used in turn, and what it
+        keeps of what it passes on (`refit_sdk.relays`).
 
         Each is as large as the largest window that uses it. Less is used where a message is a contiguous view.
         """
-        windows = self.program(process).windows
-        return sum(_largest(windows[turn::2]) for turn in range(2))
+        program = self.program(process)
+        return program.relays.nbytes + sum(_largest(program.windows[turn::2]) for turn in range(2))
 
     def rows(self) -> list[Row]:
         """One row a family, in the order of names, for tables."""
         return rows_of(self)
+
+    def rules(self) -> list[RuleRow]:
+        """What each rule carries by each transport, in order of the rules."""
+        return rules_of(self)
 
     def totals(self) -> Totals:
         """The figures of the whole plan."""
@@ -184,19 +198,23 @@ def _lay_out(
 ) -> Plan:
     """Steps 3 and 4, for sides that fit together."""
     families, number = families_of(sides, pieces, settings)
+    chosen = choose(sides, pieces, families, number, settings=settings, transports=transports, topology=topology)
+    families = tuple(evolve(f, transport=each.transport) for f, each in zip(families, chosen, strict=True))
     table, local = serve(sides, pieces, families, number, settings=settings, transports=transports, topology=topology)
     refuse(families, table, transports)
     sizes = sizes_of(families)
     if len(found := unfit(_as_steps(table), sizes, settings)):
         raise PlanError(_too_large(families, table, found, settings))
     sent, copied, first = [], [local.take(np.zeros(0, np.int64))], 0
-    for name in dict.fromkeys(transport for _, transport in settings.routes):
+    for name in dict.fromkeys(name for _, transport in settings.routes for name in expanded(transport)):
         its = np.array([family.transport == name for family in families], bool)
         asked, inside = np.flatnonzero(its[table.family]), local.take(np.flatnonzero(its[local.family]))
-        steps = steps_of(
-            table, families, asked, sides, transport=transports[name], settings=settings, topology=topology
+        limits = _limits(table, asked, sizes, settings, transports[name], topology)
+        steps, parts_of = steps_of(
+            table, families, asked, sides, transport=transports[name], settings=limits, topology=topology
         )
-        sent.append(schedule(steps, sizes, settings, first=first))
+        placed = schedule(steps, sizes, limits, first=first)
+        sent.append(evolve(placed, move=parts_of[placed.move]))
         copied.append(_spread(inside, sizes, settings, first))
         first = 1 + max(first - 1, int(sent[-1].window.max(initial=-1)), int(copied[-1].window.max(initial=-1)))
     nbytes = volume(table.start, table.stop) * sizes.itemsize[table.family]
@@ -205,8 +223,26 @@ def _lay_out(
     return Plan(
         sides.world, settings, topology, families, table, concat(sent), concat(copied),
         aliases.checks(sides.world, sides.naming), bounds(table, nbytes, copies, topology, direct=direct),
-        gathered(sides, families),
+        gathered(sides, families), tuple(transports[family.transport].capabilities.copies for family in families),
+        tuple(each.why for each in chosen),
     )  # fmt: skip
+
+
+def _limits(
+    table: MoveTable, rows: Ints, sizes: Sizes, settings: Settings, transport: Transport, topology: Topology
+) -> Settings:
+    """The settings for the moves `rows` of a transport: one that relays has smaller windows."""
+    how = transport.capabilities.copies
+    if how == "direct" or not len(rows):
+        return settings
+    moves = _as_steps(table).take(rows)
+    nbytes = sizes.nbytes(moves)
+    sent = total(moves.src, nbytes * table.copies(how, topology)[rows])
+    received = np.zeros(len(topology.domain), np.int64)
+    for needs, amount in zip(table.need_sets, total(table.needs[rows], nbytes).tolist(), strict=False):
+        received[list(needs)] += amount
+    largest = int(np.max(granule_nbytes(moves, sizes)))
+    return narrowed(settings, busiest=max(int(sent.max()), int(received.max())), granule=largest)
 
 
 def _as_steps(table: MoveTable) -> StepTable:

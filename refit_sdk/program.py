@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from attrs import field, frozen
 
 from refit_sdk.box import Box
 from refit_sdk.dtypes import itemsize
+from refit_sdk.relays import Relays, relays_of
 
 if TYPE_CHECKING:
     from refit_sdk.pieces import Family
@@ -29,12 +31,14 @@ if TYPE_CHECKING:
 class Piece:
     """A region of one checkpoint tensor on its way: `box` in the tensor's own coordinates, `dtype` on the wire.
 
-    `name` is a name (or alias) under which both ends know the tensor.
+    `name` is a name (or alias) under which both ends know the tensor. `own`: this process holds what it sends, or needs
+    what it receives; else the bytes only pass through it.
     """
 
     name: str
     box: Box
     dtype: str
+    own: bool = field(default=True, eq=False)
 
     @property
     def nbytes(self) -> int:
@@ -102,6 +106,11 @@ class Program:
         """Bytes that arrive at this process from others in one push."""
         return sum(message.nbytes for window in self.windows for message in window.recvs)
 
+    @cached_property
+    def relays(self) -> Relays:
+        """What this process keeps of what arrives, to send it on."""
+        return relays_of(self.windows)
+
     def arriving(self, engine: str) -> int:
         """Bytes that arrive at this process in one engine's group."""
         return sum(m.nbytes for window in self.windows for m in window.recvs if m.engine == engine)
@@ -153,28 +162,39 @@ def _lines(plan: Plan, process: int) -> tuple[Lines, Lines, dict[int, list[tuple
     recvs: Lines = defaultdict(lambda: defaultdict(list))
     copies: dict[int, list[tuple[str, Piece]]] = defaultdict(list)
     steps = plan.steps.take(np.flatnonzero((plan.steps.src == process) | (plan.steps.dst == process)))
-    for window, src, dst, engine, pieces in _unfolded(plan, steps):
+    for window, src, dst, engine, pieces in _unfolded(plan, steps, _own(plan, steps, process)):
         peer, lines = (dst, sends) if src == process else (src, recvs)
         lines[window][peer, engine].extend(pieces)
-    for window, _, _, engine, pieces in _unfolded(plan, plan.copies.take(np.flatnonzero(plan.copies.src == process))):
+    local = plan.copies.take(np.flatnonzero(plan.copies.src == process))
+    for window, _, _, engine, pieces in _unfolded(plan, local, [True] * len(local)):
         copies[window].extend((engine, piece) for piece in pieces)
     return sends, recvs, copies
 
 
-def _unfolded(plan: Plan, steps: StepTable) -> Iterator[tuple[int, int, int, str, list[Piece]]]:
+def _own(plan: Plan, steps: StepTable, process: int) -> list[bool]:
+    """For each step of a process, whether it holds what it sends, or needs what it receives."""
+    table = plan.table
+    holds = np.array([process in each for each in table.holder_sets], bool)[table.holders[steps.move]]
+    needs = np.array([process in each for each in table.need_sets], bool)[table.needs[steps.move]]
+    own: list[bool] = np.where(steps.src == process, holds, needs).tolist()
+    return own
+
+
+def _unfolded(plan: Plan, steps: StepTable, owned: list[bool]) -> Iterator[tuple[int, int, int, str, list[Piece]]]:
     """Each step as (window, src, dst, engine, pieces)."""
     engines = plan.world.engines
     columns = (steps.window, steps.src, steps.dst, steps.engine, steps.family, steps.start, steps.stop)
-    for window, src, dst, engine, family, start, stop in zip(*(column.tolist() for column in columns), strict=True):
-        yield window, src, dst, engines[engine], list(unfold(plan.families[family], start, stop))
+    listed = (*(column.tolist() for column in columns), owned)
+    for window, src, dst, engine, family, start, stop, own in zip(*listed, strict=True):
+        yield window, src, dst, engines[engine], list(unfold(plan.families[family], start, stop, own=own))
 
 
-def unfold(family: Family, start: Sequence[int], stop: Sequence[int]) -> Iterator[Piece]:
+def unfold(family: Family, start: Sequence[int], stop: Sequence[int], *, own: bool = True) -> Iterator[Piece]:
     """The pieces of a box of a family, one a member, in order of the members' numbers."""
     stacked, ndim, wire = family.num_stacked, family.ndim, family.wire
     box = Box(start[stacked:ndim], stop[stacked:ndim])
     for index in product(*(range(a, b) for a, b in zip(start[:stacked], stop[:stacked], strict=True))):
-        yield Piece(family.name.format(*index), box, wire)
+        yield Piece(family.name.format(*index), box, wire, own)
 
 
 def _messages(

@@ -9,10 +9,11 @@ refit_sdk.errors.RendezvousError: rendezvous='here' is not an address; it looks 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -27,7 +28,7 @@ from refit_sdk.joining import Options, Place, join, number_or_env, rendezvous_or
 from refit_sdk.participant import Participant
 from refit_sdk.plan import Plan
 from refit_sdk.report import PushReport
-from refit_sdk.settings import Settings
+from refit_sdk.settings import Settings, checked, settings_of
 from refit_sdk.world import Side
 
 DEADLINE = 120.0
@@ -77,6 +78,7 @@ class RefitSession:
         cast: Literal["allowed", "never"] | None = None,
         ignore: Iterable[str] | None = None,
         window_bytes: int | None = None,
+        topology: str | Path | Mapping[str, Any] | None = None,
         adapter: str | None = None,
         fabric: str | Fabric = "mixed",
         token: str | None = None,
@@ -90,6 +92,7 @@ class RefitSession:
         unless a `RefitController` does. `engines`: how many engines to wait for (1), or their names. `routes`, `casts`,
         `cast`, `ignore` and `window_bytes` are those of `Settings`, or give a whole `settings`. `fabric` is a name, or
         a fabric made with arguments of its own; `"mixed"` is shared memory inside hosts and TCP between them.
+        `topology` is a topology file's path or content (REFIT_TOPOLOGY).
         """
         place = Place(
             side="source",
@@ -99,7 +102,9 @@ class RefitSession:
             model=model,
             adapter=adapter,
         )
-        stated = _settings(settings, routes=routes, casts=casts, cast=cast, ignore=ignore, window_bytes=window_bytes)
+        stated = settings_of(
+            settings, routes=routes, casts=casts, cast=cast, ignore=ignore, window_bytes=window_bytes, topology=topology
+        )
         return cls._join(
             Options(
                 rendezvous=rendezvous_or_env(rendezvous),
@@ -148,7 +153,7 @@ class RefitSession:
             Options(
                 rendezvous=rendezvous_or_env(rendezvous),
                 places=(place,),
-                settings=None if settings is None else _settings(settings),
+                settings=None if settings is None else checked(settings),
                 engines=None,
                 fabric=fabric,
                 token=token,
@@ -178,6 +183,7 @@ class RefitSession:
         cast: Literal["allowed", "never"] | None = None,
         ignore: Iterable[str] | None = None,
         window_bytes: int | None = None,
+        topology: str | Path | Mapping[str, Any] | None = None,
         source_adapter: str | None = None,
         target_adapter: str | None = None,
         fabric: str | Fabric = "mixed",
@@ -201,7 +207,9 @@ class RefitSession:
             adapter=target_adapter,
             frozen=asked.strings(frozen, "frozen"),
         )
-        stated = _settings(settings, routes=routes, casts=casts, cast=cast, ignore=ignore, window_bytes=window_bytes)
+        stated = settings_of(
+            settings, routes=routes, casts=casts, cast=cast, ignore=ignore, window_bytes=window_bytes, topology=topology
+        )
         return cls._join(
             Options(
                 rendezvous=rendezvous_or_env(rendezvous),
@@ -375,12 +383,3 @@ def _wrong_side(verb: str, sides: frozenset[Side]) -> str:
 
 def _number(value: int | None, name: str, variable: str) -> int:
     return number_or_env(None if value is None else asked.whole(value, name), name, variable)
-
-
-def _settings(settings: Settings | None, **given: Any) -> Settings:
-    stated = {name: value for name, value in given.items() if value is not None}
-    if settings is not None and not isinstance(settings, Settings):
-        raise RefitError(f"settings={settings!r} is a {type(settings).__name__}: pass Settings(...)")
-    if settings is not None and stated:
-        raise RefitError(f"settings= and {', '.join(f'{name}=' for name in stated)} were both given: give one of them")
-    return settings if settings is not None else Settings(**stated)

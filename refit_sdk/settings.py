@@ -6,15 +6,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, Final, Literal
 
-from attrs import Attribute, field, frozen
+from attrs import Attribute, evolve, field, frozen
 
 from refit_sdk import asked
+from refit_sdk.cluster import Cluster, given
 from refit_sdk.errors import RefitError
 
 MIB: Final = 1 << 20
+AUTO: Final = "auto"
+"""Where a route leads that leaves the transport open, to be chosen by the cost model."""
 MOST: Final = (1 << 48) - 1
 """The greatest limit of a window."""
 
@@ -50,11 +54,12 @@ def _from(least: int) -> Callable[[Any, Attribute[Any], Any], None]:
 class Settings:
     """Patterns match full checkpoint names as `fnmatch.fnmatchcase` does; the first rule that matches wins.
 
-    `routes`: (pattern, transport). `casts`: (pattern, dtype) lets those tensors change to that dtype on the way, values
-    and all; `cast="never"` makes any cast an error. `ignore`: source tensors that nobody needs to want. `window_bytes`:
-    bytes a rank sends, or receives, in one window. `window_ops`: messages a rank has in one window. `coalesce_bytes`:
-    pieces smaller than this share a message with others of their pair and window. Values that can't be
-    are `RefitError`s.
+    `routes`: (pattern, transport, or `"auto"` to have one chosen for each family). `casts`: (pattern, dtype) lets those
+    tensors change to that dtype on the way, values and all; `cast="never"` makes any cast an error. `ignore`: source
+    tensors that nobody needs to want. `window_bytes`: bytes a rank sends, or receives, in one window. `window_ops`:
+    messages a rank has in one window. `coalesce_bytes`: pieces smaller than this share a message with others of their
+    pair and window. `topology`: what is stated of hosts, domains, NICs and speeds (`refit_sdk.cluster.given` reads it).
+    Values that can't be are `RefitError`s.
     """
 
     routes: tuple[tuple[str, str], ...] = field(default=(("*", "reshard"),), converter=_routes)
@@ -64,3 +69,23 @@ class Settings:
     window_bytes: int = field(default=64 * MIB, validator=_from(1))
     window_ops: int = field(default=512, validator=_from(1))
     coalesce_bytes: int = field(default=MIB // 4, validator=_from(0))
+    topology: Cluster | None = field(default=None, converter=given)
+
+
+def checked(settings: Any) -> Settings:
+    """A `settings=` argument. `RefitError` if it's none."""
+    if not isinstance(settings, Settings):
+        raise RefitError(f"settings={settings!r} is a {type(settings).__name__}: pass Settings(...)")
+    return settings
+
+
+def settings_of(settings: Any, **given: Any) -> Settings:
+    """What a source states: whole settings or single ones, and the topology file that REFIT_TOPOLOGY names where none
+    is given. `RefitError` if both are given.
+    """
+    single = {name: value for name, value in given.items() if value is not None}
+    if settings is not None and single:
+        raise RefitError(f"settings= and {', '.join(f'{name}=' for name in single)} were both given: give one of them")
+    stated = checked(settings) if settings is not None else Settings(**single)
+    file = os.environ.get("REFIT_TOPOLOGY")
+    return evolve(stated, topology=file) if file and stated.topology is None else stated

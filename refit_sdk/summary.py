@@ -9,6 +9,7 @@ import numpy as np
 from attrs import frozen
 
 from refit_sdk.cost import Bounds
+from refit_sdk.estimate import Load, NicBounds, loads, nic_bounds
 from refit_sdk.families import Sides
 from refit_sdk.moves import sizes_of
 from refit_sdk.overlap import Boxes, atoms, canonical, spread
@@ -40,12 +41,31 @@ class Row:
     local_nbytes: int
     busiest: str
     busiest_nbytes: int
+    rounds: int
+    why: str
+
+
+@frozen
+class RuleRow:
+    """What a route's rule carries by one transport: `rounds` of steps over `links` (directed pairs of processes inside
+    a host or domain, and between), and what it would take by itself, in nanoseconds, and by what."""
+
+    pattern: str
+    transport: str
+    tensors: int
+    nbytes: int
+    share: float
+    rounds: int
+    links: tuple[int, int]
+    nanoseconds: int
+    slowest: str
 
 
 @frozen
 class Totals:
     """The whole plan, in bytes: what goes between processes, what stays inside one, what gather-broadcast would move;
-    the busiest sender and receiver, beside the bounds that no plan can go below.
+    the busiest sender and receiver, beside the bounds that no plan can go below; the load of the busiest NIC and what
+    else takes time, beside the least for NICs; and what a push would take by the topology's speeds, in nanoseconds.
     """
 
     tensors: int
@@ -59,6 +79,10 @@ class Totals:
     busiest_receiver: str
     received_nbytes: int
     bounds: Bounds
+    load: Load
+    nic_bounds: NicBounds
+    predicted_ns: int
+    bound_ns: int
 
 
 def gathered(sides: Sides, families: tuple[Family, ...]) -> tuple[int, ...]:
@@ -87,15 +111,64 @@ def rows_of(plan: Plan) -> list[Row]:
     nbytes = _by(plan.steps.family, sizes.nbytes(plan.steps), count)
     local = _by(plan.copies.family, sizes.nbytes(plan.copies), count)
     moves, everything = _by(plan.table.family, np.ones(len(plan.table), np.int64), count), max(int(nbytes.sum()), 1)
-    tensors, busiest = _tensors(plan), _busiest(plan, count)
+    tensors, busiest, rounds = _tensors(plan), _busiest(plan, count), _rounds(plan)
     return [
         Row(
             family.name, tensors[i], family.shape, family.source_dtype, family.target_dtype, family.wire,
             family.transport, plan.settings.routes[family.rule][0], int(moves[i]), int(nbytes[i]),
-            int(nbytes[i]) / everything, int(local[i]), *busiest[i],
+            int(nbytes[i]) / everything, int(local[i]), *busiest[i], rounds[i], plan.whys[i],
         )
         for i, family in enumerate(plan.families)
     ]  # fmt: skip
+
+
+def _rounds(plan: Plan) -> list[int]:
+    """How many rounds each family's steps have."""
+    steps, count = plan.steps, len(plan.families)
+    known = np.unique(np.stack((steps.family, steps.round)), axis=1)[0]
+    rounds: list[int] = np.bincount(known, minlength=count).tolist()
+    return rounds
+
+
+def rules_of(plan: Plan) -> list[RuleRow]:
+    """What each rule carries, in order of the rules, by each of its transports."""
+    kinds = sorted({(family.rule, family.transport) for family in plan.families})
+    kind = [kinds.index((family.rule, family.transport)) for family in plan.families]
+    found, rows, speeds = _loads(plan, np.array(kind, np.int64), len(kinds)), plan.rows(), plan.topology.speeds
+    made = []
+    for number, (rule, transport) in enumerate(kinds):
+        mine = [row for row, of in zip(rows, kind, strict=True) if of == number]
+        slowest, nanoseconds = found[number].slowest(speeds)
+        made.append(
+            RuleRow(
+                plan.settings.routes[rule][0], transport, sum(row.tensors for row in mine),
+                sum(row.nbytes for row in mine), sum(row.share for row in mine), max(row.rounds for row in mine),
+                found[number].links, nanoseconds, slowest,
+            )
+        )  # fmt: skip
+    return made
+
+
+def _loads(plan: Plan, kind: Ints, count: int) -> list[Load]:
+    """The loads by a number that each family has."""
+    sizes, steps, copies = sizes_of(plan.families), plan.steps, plan.copies
+    return loads(
+        steps, copies, plan.topology, nbytes=(sizes.nbytes(steps), sizes.nbytes(copies)),
+        key=(kind[steps.family], kind[copies.family]), count=count,
+    )  # fmt: skip
+
+
+def _predicted(plan: Plan) -> int:
+    """What a push takes, in nanoseconds: one transport after the other."""
+    names = sorted({family.transport for family in plan.families})
+    kind = np.array([names.index(family.transport) for family in plan.families], np.int64)
+    found, taken = _loads(plan, kind, len(names)), 0
+    for number, load in enumerate(found):
+        mine = kind[plan.steps.family] == number
+        windows = len(np.unique(plan.steps.window[mine]))
+        rounds = 1 + int(plan.steps.round[mine].max(initial=-1))
+        taken += load.nanoseconds(plan.topology.speeds, windows=windows, rounds=rounds)
+    return taken
 
 
 def _by(key: Ints, amount: Ints, count: int) -> Ints:
@@ -148,12 +221,16 @@ def totals_of(plan: Plan) -> Totals:
     targets = len(plan.world.of_side("target"))
     whole = [row.tensors * prod(row.shape) * int(width) for row, width in zip(rows, sizes.itemsize, strict=True)]
     gather = [row.tensors * left for row, left in zip(rows, plan.gathered, strict=True)]
+    everything = _loads(plan, np.zeros(len(plan.families), np.int64), 1)
+    load = everything[0]
+    least = nic_bounds(plan.table, plan.move_nbytes, plan.hows, plan.world, plan.topology)
     sender, sent = _most(plan, plan.steps.src, "source")
     receiver, received = _most(plan, plan.steps.dst, "target")
     return Totals(
         sum(row.tensors for row in rows), len(plan.table), plan.num_windows,
         sum(row.nbytes for row in rows), sum(row.local_nbytes for row in rows), sum(whole) * targets + sum(gather),
-        sender, sent, receiver, received, plan.bounds,
+        sender, sent, receiver, received, plan.bounds, load, least, _predicted(plan),
+        least.nanoseconds(plan.topology.speeds),
     )  # fmt: skip
 
 

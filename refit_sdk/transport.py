@@ -6,11 +6,12 @@ I/O. The core, not the transport, merges the routes and cuts windows.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
-from attrs import frozen
+from attrs import field, frozen
 
 from refit_sdk.topology import Topology
 
@@ -23,7 +24,9 @@ class Moves:
     `server[i]` and needed by the processes `need[need_start[i]:need_start[i + 1]]`, in ascending order.
 
     Other holders of the move are `holder[holder_start[i]:holder_start[i + 1]]`, the server among them. `itemsize` is in
-    bytes on the wire.
+    bytes on the wire. Its family is number `family[i]`, of which the first `stacked[i]` dims count members; it is cut
+    only at multiples of `granule[i]` (n, ndim). It is for engine number `engine[i]`, whose ranks are the processes
+    `ranks[engine[i]]`: sources and these are the only ones that may send and receive it.
     """
 
     start: Ints
@@ -34,9 +37,49 @@ class Moves:
     holder_start: Ints
     holder: Ints
     itemsize: int
+    granule: Ints = field(kw_only=True)
+    family: Ints = field(kw_only=True)
+    stacked: Ints = field(kw_only=True)
+    engine: Ints = field(kw_only=True)
+    ranks: tuple[tuple[int, ...], ...] = field(kw_only=True)
+
+    @granule.default
+    def _anywhere(self) -> Ints:
+        return np.ones_like(self.start)
+
+    @family.default
+    @stacked.default
+    @engine.default
+    def _of_one(self) -> Ints:
+        return np.zeros(len(self), np.int64)
+
+    @ranks.default
+    def _who_need_any(self) -> tuple[tuple[int, ...], ...]:
+        return (tuple(np.unique(self.need).tolist()),)
 
     def __len__(self) -> int:
         return len(self.start)
+
+    @property
+    def nbytes(self) -> Ints:
+        """Bytes of each move on the wire."""
+        found: Ints = np.prod(self.stop - self.start, axis=1, dtype=np.int64) * self.itemsize
+        return found
+
+    @property
+    def needs(self) -> list[tuple[int, ...]]:
+        """Who needs each move."""
+        return _runs(self.need_start, self.need)
+
+    @property
+    def holders(self) -> list[tuple[int, ...]]:
+        """Who holds each move."""
+        return _runs(self.holder_start, self.holder)
+
+
+def _runs(begin: Ints, values: Ints) -> list[tuple[int, ...]]:
+    listed, bounds = values.tolist(), begin.tolist()
+    return [tuple(listed[a:b]) for a, b in pairwise(bounds)]
 
 
 @frozen(eq=False)

@@ -4,17 +4,23 @@
    the busiest process needs windows. So all pairs are worked off side by side, each at the speed that ends with the
    others.
 2. Cut: a step that spans several ticks is cut by member, then by rows, along granules; each part fits a window, and
-   none is cut small for the sake of pace alone. A step of a later round has a later tick than all earlier ones of its
-   move.
+   none is cut small for the sake of pace alone. A step of a later round has the tick two after those of the earlier
+   ones of its move, whatever its own pair's pace: what passes through goes on soon.
 3. Schedule, in order of (tick, diagonal of the pair, sender): each part goes to the smallest window, not before the
-   current one of either end and after all earlier rounds of its move, in which it fits at both ends: bytes sent, bytes
-   received, and messages. Then that window is the current one of both.
+   current one of either end and two after all earlier rounds of its move, in which it fits at both ends: bytes sent,
+   bytes received, and messages. Then that window is the current one of both. Two, because two windows are on the way at
+   once: what is to be sent on has then arrived without anybody waiting for it.
+
+Transports that relay have smaller windows (`narrowed`), so that their rounds overlap: it takes as many windows as there
+are rounds until all links are busy.
 
 Messages are counted as they will be made: a part whose members' pieces are small joins the one packed message of its
 pair, engine and window; each larger piece is a message.
 """
 
 from __future__ import annotations
+
+from typing import Final
 
 import numpy as np
 from attrs import evolve, frozen
@@ -23,6 +29,13 @@ from refit_sdk.cuts import num_members, split
 from refit_sdk.overlap import volume
 from refit_sdk.settings import Settings
 from refit_sdk.transport import Ints
+
+LAG: Final = 2
+"""How many windows after it arrived something is sent on, at least."""
+DEEP: Final = 32
+"""How many windows the busiest process has of a push that relays, where that doesn't make them too small."""
+COALESCED: Final = 4
+"""Too small: below so many times the bytes from which a piece is a message of its own."""
 
 
 @frozen(eq=False)
@@ -86,6 +99,12 @@ def schedule(steps: StepTable, sizes: Sizes, settings: Settings, *, first: int) 
     order = np.lexsort((np.arange(len(cut)), cut.src, _diagonal(cut), tick))
     cut = cut.take(order)
     return evolve(cut, window=first + _pack(cut, sizes, settings, processes))
+
+
+def narrowed(settings: Settings, *, busiest: int, granule: int) -> Settings:
+    """Settings with windows for relays. `busiest`: bytes of the busiest process; `granule`: of the largest granule."""
+    least = max(COALESCED * settings.coalesce_bytes, COALESCED * granule, -(-busiest // DEEP))
+    return evolve(settings, window_bytes=min(settings.window_bytes, max(1, least)))
 
 
 def _diagonal(steps: StepTable) -> Ints:
@@ -162,7 +181,8 @@ def _after_rounds(steps: StepTable, tick: Ints) -> Ints:
     latest = np.full(moves, -1, np.int64)
     for number in range(int(steps.round.max()) + 1):
         now = np.flatnonzero(steps.round == number)
-        tick[now] = np.maximum(tick[now], latest[steps.move[now]] + 1) if number else tick[now]
+        before = latest[steps.move[now]]
+        tick[now] = np.where(before < 0, tick[now], before + LAG)
         np.maximum.at(latest, steps.move[now], tick[now])
     return tick
 
@@ -183,10 +203,15 @@ def _inner(steps: StepTable, sizes: Sizes) -> Ints:
     return sizes.nbytes(steps) // sizes.members(steps)
 
 
+def granule_nbytes(steps: StepTable, sizes: Sizes) -> Ints:
+    """Bytes of a single granule of each step."""
+    least: Ints = np.prod(np.minimum(steps.granule, steps.stop - steps.start), axis=1, dtype=np.int64)
+    return least * sizes.itemsize[steps.family]
+
+
 def unfit(steps: StepTable, sizes: Sizes, settings: Settings) -> Ints:
     """Steps of which a single granule is larger than a window, as row numbers."""
-    least = np.prod(np.minimum(steps.granule, steps.stop - steps.start), axis=1, dtype=np.int64)
-    return np.flatnonzero(least * sizes.itemsize[steps.family] > settings.window_bytes)
+    return np.flatnonzero(granule_nbytes(steps, sizes) > settings.window_bytes)
 
 
 def _pack(steps: StepTable, sizes: Sizes, settings: Settings, processes: int) -> Ints:
@@ -204,7 +229,7 @@ def _pack(steps: StepTable, sizes: Sizes, settings: Settings, processes: int) ->
         here, there = now[src], now[dst]
         window = here if here > there else there
         if late and turn:
-            window = max(window, 1 + max(floor.get((move, earlier), -1) for earlier in range(turn)))
+            window = max(window, LAG + max(floor.get((move, earlier), -LAG) for earlier in range(turn)))
         begun = -1 if large else packed.get((src, dst, engine), -1)
         while True:
             new = large or int(begun != window)

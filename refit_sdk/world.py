@@ -156,14 +156,28 @@ class Seat:
         return f"{self.engine or 'source'}[{self.rank}]"
 
 
+@frozen(order=True)
+class Location:
+    """Where a process says it is: on processes of one `host` memory can be shared; `domain` is "" where it knows of
+    none but its host."""
+
+    process: int
+    host: str
+    domain: str = ""
+
+
 @frozen
 class World:
-    """Everybody who joined, at one epoch: seats in order, and for each the index of its manifest among the unique."""
+    """Everybody who joined, at one epoch: seats in order, and for each the index of its manifest among the unique.
+
+    `places` are the locations of processes, in order, where they were said.
+    """
 
     epoch: int
     seats: tuple[Seat, ...]
     manifests: tuple[Manifest, ...]
     manifest_of: tuple[int, ...]
+    places: tuple[Location, ...] = ()
 
     def manifest(self, seat: Seat) -> Manifest:
         """The manifest of a seat."""

@@ -105,6 +105,11 @@ class MixedFabric:
         self._far = far or TcpFabric()
         self._shm = shm or ShmFabric()
 
+    @property
+    def host(self) -> str | None:
+        """The host that its shared memory was given, if one was."""
+        return self._shm.host
+
     @classmethod
     def missing(cls) -> str | None:
         """Why it can't be used here, or None if both can."""

@@ -49,6 +49,11 @@ class ShmFabric:
         self._one_copy = one_copy
         self._directory = directory
 
+    @property
+    def host(self) -> str | None:
+        """The host that was given, if one was."""
+        return self._host
+
     @classmethod
     def missing(cls) -> str | None:
         """None, or that this isn't Linux."""

@@ -15,7 +15,7 @@ import click
 from click.exceptions import Exit
 
 from refit_sdk import __version__
-from refit_sdk.cli import demo, doctor, push
+from refit_sdk.cli import bench, demo, doctor, push
 from refit_sdk.errors import RefitError
 
 
@@ -42,6 +42,7 @@ def app() -> None:
 app.add_command(doctor.doctor)
 app.add_command(demo.demo)
 app.add_command(push.push)
+app.add_command(bench.bench)
 
 
 def main() -> None:

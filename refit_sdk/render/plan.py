@@ -39,7 +39,37 @@ def to_table(plan: Plan) -> Group:
         table.add_column(heading, justify="right")
     for row in plan.rows():
         table.add_row(*_cells(row))
-    return Group(table, *(Text(line) for line in _totals(plan.totals())))
+    return Group(table, _rules(plan), *(Text(line) for line in _totals(plan.totals())), *_reasons(plan))
+
+
+def _rules(plan: Plan) -> Table:
+    """A row a rule and transport."""
+    table = Table()
+    for heading in ("rule", "transport"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("tensors", "bytes", "share", "rounds", "links inside", "between", "alone"):
+        table.add_column(heading, justify="right")
+    for rule in plan.rules():
+        inside, between = map(str, rule.links)
+        table.add_row(
+            rule.pattern, rule.transport, str(rule.tensors), size(rule.nbytes), f"{rule.share:.1%}", str(rule.rounds),
+            inside, between, f"{seconds(rule.nanoseconds)} ({rule.slowest})",
+        )  # fmt: skip
+    return table
+
+
+def _reasons(plan: Plan) -> list[Text]:
+    """Why families that were left open have their transport."""
+    return [Text(f"{row.name} goes by {row.transport}: {row.why}") for row in plan.rows() if row.why]
+
+
+def seconds(nanoseconds: int) -> str:
+    """Time for people.
+
+    >>> seconds(1_500_000), seconds(2_000_000_000)
+    ('1.5 ms', '2 s')
+    """
+    return f"{nanoseconds / 1e6:.3g} ms" if nanoseconds < 10**9 else f"{nanoseconds / 1e9:.3g} s"
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -59,6 +89,11 @@ def _totals(totals: Totals) -> list[str]:
         ("sender", totals.busiest_sender, totals.sent_nbytes, best[0]),
         ("receiver", totals.busiest_receiver, totals.received_nbytes, best[1]),
     )
+    card = (
+        f"busiest NIC: {size(totals.load.nic_out)} out, at best {size(totals.nic_bounds.egress)}; "
+        f"{size(totals.load.nic_in)} in, at best {size(totals.nic_bounds.ingress)}; "
+        f"{size(totals.load.crossing)} enter a domain from another"
+    )
     return [
         f"{totals.tensors} tensors in {totals.moves} moves and {totals.windows} windows",
         f"{size(totals.nbytes)} between processes, {size(totals.local_nbytes)} copied inside one",
@@ -67,6 +102,8 @@ def _totals(totals: Totals) -> list[str]:
             f"busiest {end} {rank or 'none'}: {size(nbytes)}, at best {own} (with relays {relayed})"
             for end, rank, nbytes, (own, relayed) in ends
         ),
+        card,
+        f"predicted {seconds(totals.predicted_ns)}, NICs alone take {seconds(totals.bound_ns)} at best",
     ]
 
 
@@ -83,6 +120,7 @@ def to_json(plan: Plan) -> str:
         {
             "digest": plan.digest,
             "routes": [{"pattern": pattern, "transport": transport} for pattern, transport in plan.settings.routes],
+            "rules": [attrs.asdict(rule) for rule in plan.rules()],
             "rows": [attrs.asdict(row) for row in plan.rows()],
             "totals": attrs.asdict(plan.totals()),
             "tied": [list(check.names) for check in plan.tied_checks],

@@ -62,13 +62,15 @@ class Tally:
 
 
 def places(fabric: str) -> list[Place]:
-    """The ranks of an episode. On two hosts, which are stated, the fabric is `mixed`."""
+    """The ranks of an episode. On two hosts, which are stated, the fabric is `mixed`, and everything is relayed."""
     common = {"where": free_rendezvous(), "deadline": DEADLINE, "heartbeat": HEARTBEAT}
     common["fabric"] = "mixed" if fabric == "two hosts" else fabric
     made = [Place(rank=r, size=2, held=whole(), engines=("a", "b"), **common) for r in range(2)]  # type: ignore[arg-type]
     made += [Place(engine="a", rank=r, size=2, held=columns(r, 2), **common) for r in range(2)]  # type: ignore[arg-type]
     made.append(Place(engine="b", rank=0, size=1, held=whole(), **common))  # type: ignore[arg-type]
-    return [evolve(place, host=HOSTS[str(place)]) for place in made] if fabric == "two hosts" else made
+    if fabric != "two hosts":
+        return made
+    return [evolve(place, host=HOSTS[str(place)], transport="broadcast") for place in made]
 
 
 @define
@@ -262,7 +264,7 @@ def page(tally: Tally, *, seeds: range, seconds: float) -> str:
         "Written by `tests/campaigns/faults.py`, which says how it goes. Each line: what was done to a rank, how\n"
         "often, and how many times a rank was told each state of an engine. Every state told was held against the\n"
         "engine's bytes and fences. Episodes take turns over gloo, shared memory of one and of two copies, TCP, and\n"
-        "two stated hosts.\n\n"
+        "two stated hosts, between which everything is relayed.\n\n"
         f"{datetime.now(UTC):%Y-%m-%d}, commit {commit}, seeds {seeds.start} to {seeds.stop - 1}, "
         f"{seconds / 60:.0f} minutes: {sum(tally.tries.values())} losses, {tally.pushes} pushes to be exact, "
         f"{len(tally.faults)} faults.\n\n"

@@ -198,7 +198,7 @@ def play(plan: Plan) -> dict[tuple[int, str], dict[str, np.ndarray]]:
     _assert_ends_agree(programs)
     have = storage(plan.world, "source")
     arrived = _zeros(storage(plan.world, "target"), 0)
-    when = _zeros(storage(plan.world, "target"), 1 << 30)
+    when: Any = defaultdict(dict)
     at = dict.fromkeys(programs, 0)
     while waiting := [process for process in programs if at[process] < len(programs[process])]:
         posted = {p: programs[p][at[p]].number if p in waiting else 1 << 30 for p in programs}
@@ -208,6 +208,17 @@ def play(plan: Plan) -> dict[tuple[int, str], dict[str, np.ndarray]]:
             _land(process, programs[process][at[process]], have, arrived, when)
             at[process] += 1
     return arrived
+
+
+def _shape(places: Any, name: str) -> tuple[int, ...]:
+    found: tuple[int, ...] = next(named[name].shape for named in places.values() if name in named)
+    return found
+
+
+def _note(when: Any, piece: Piece, shape: tuple[int, ...], window: int) -> None:
+    """Note since when a process has a piece."""
+    since = when.setdefault(piece.name, np.full(shape, 1 << 30))
+    since[piece.box.slices()] = np.minimum(since[piece.box.slices()], window)
 
 
 def _zeros(places: Any, value: int) -> Any:
@@ -239,12 +250,13 @@ def _land(process: int, window: Window, have: Any, arrived: Any, when: Any) -> N
         for piece in message.pieces:
             slices = piece.box.slices()
             held = have.get((message.peer, ""), {}).get(piece.name)
-            relayed = when.get((message.peer, message.engine), {}).get(piece.name)
+            relayed = when[message.peer, message.engine].get(piece.name)
             has = held[slices] if held is not None else np.zeros(piece.box.shape, bool)
             got = relayed[slices] < window.number if relayed is not None else np.zeros(piece.box.shape, bool)
             assert (has | got).all(), f"{message.peer} sends what it hasn't got: {piece}"
-            arrived[process, message.engine][piece.name][slices] += 1
-            when[process, message.engine][piece.name][slices] = window.number
+            if piece.own:
+                arrived[process, message.engine][piece.name][slices] += 1
+            _note(when[process, message.engine], piece, _shape(have, piece.name), window.number)
     for engine, piece in window.copies:
         assert have[process, ""][piece.name][piece.box.slices()].all(), f"copies what it hasn't got: {piece}"
         arrived[process, engine][piece.name][piece.box.slices()] += 1

@@ -15,6 +15,7 @@ from refit_backends.reshard import Reshard
 from refit_sdk.errors import PluginError, UnsupportedMoveError
 from refit_sdk.topology import Topology
 from refit_sdk.transport import Capabilities, Moves, Steps
+from refit_sdk.windows import DEEP, LAG
 from refit_sdk.world import World
 
 
@@ -61,7 +62,7 @@ def test_later_rounds_go_on_beside_earlier_ones_of_other_moves() -> None:
     sides = world([[whole("w", 64, 8)]], e=[[whole("w", 64, 8)]] * 3)
     plan = plan_of(sides, routes=[("*", "chain")], transports={"chain": Chain()}, window_bytes=128, coalesce_bytes=0)
     play(plan)
-    assert plan.num_windows <= 8 * 16 // 15 + 5
+    assert plan.num_windows <= DEEP * 16 // 15 + 2 * LAG + 1
 
 
 def test_gathering_to_a_source_goes_through_the_engines_group() -> None:

@@ -19,16 +19,16 @@ from attrs import frozen
 
 ROOMS = {
     "geometry": "errors dtypes box tensor mesh placement layout",
-    "planning": "asked settings topology world aliases families transport program overlap pieces coverage cuts balance "
-    "moves windows summary cost routes plan",
+    "planning": "asked cluster settings topology world aliases families transport relays program overlap pieces "
+    "coverage cuts balance moves windows summary cost estimate choosing routes plan",
     "moving": "adapter packing fused runs fabric executor binding bits device narrowing",
     "files": "checkpoint tensor_parallel exporting staging",
     "protocol": "fold views manifest messages control membership agreement states push verify report seat participant "
     "coordinator hub raising mover gathering rounds table outcome excuses admission steering confirming columns "
     "sharing stated",
     "doors": "hookspecs interface offers plugins",
-    "façades": "joining session controller",
-    "shell": "cli render testing demo",
+    "façades": "whereabouts joining session controller",
+    "shell": "cli render measuring testing demo",
 }
 """The rooms, lowest first, and what is in each: modules and packages of refit_sdk."""
 

@@ -85,12 +85,12 @@ def framed(raw: bytes, *, nbytes: int | None = None) -> bytes:
         ),
         pytest.param(framed(world_bytes(world()).replace(b'"rollout-0"', b'""')), "targets have one", id="no engine"),
         pytest.param(
-            framed(world_bytes(world()).replace(b"[0,0,1]}", b"[0,0]}")), "manifests for 2", id="too few manifests"
+            framed(world_bytes(world()).replace(b"[0,0,1],", b"[0,0],")), "manifests for 2", id="too few manifests"
         ),
         pytest.param(
-            framed(world_bytes(world()).replace(b"[0,0,1]}", b"[0,0,2]}")), "isn't there", id="no such manifest"
+            framed(world_bytes(world()).replace(b"[0,0,1],", b"[0,0,2],")), "isn't there", id="no such manifest"
         ),
-        pytest.param(framed(world_bytes(world()).replace(b"[0,0,1]}", b"[0,0,0]}")), "canonical", id="unused manifest"),
+        pytest.param(framed(world_bytes(world()).replace(b"[0,0,1],", b"[0,0,0],")), "canonical", id="unused manifest"),
         pytest.param(
             framed(world_bytes(world()).replace(b"float32", b"float31")), "no rank can have", id="wrong manifest"
         ),

@@ -54,6 +54,7 @@ class Place:
     breaks: str = ""
     fabric: str = "gloo"
     host: str = ""
+    transport: str = "reshard"
     deadline: float = 10.0
     heartbeat: float = 10.0
 
@@ -146,6 +147,7 @@ class StagedFabric:
     def __init__(self, fabric: Any, stage: Callable[[str], None]) -> None:
         self._fabric = fabric
         self._stage = stage
+        self.host = getattr(fabric, "host", None)
 
     @classmethod
     def missing(cls) -> str | None:
@@ -233,7 +235,8 @@ class Node:
         if place.engine:
             self.session = RefitSession.target(self.model, engine=place.engine, **common)
         else:
-            self.session = RefitSession.source(self.model, engines=place.engines, window_bytes=WINDOW, **common)
+            common |= {"engines": place.engines, "routes": [("*", place.transport)], "window_bytes": WINDOW}
+            self.session = RefitSession.source(self.model, **common)
         self._watch_confirming()
 
     def _watch_confirming(self) -> None:

@@ -61,6 +61,21 @@ def test_two_hosts_have_shared_memory_inside_and_tcp_between() -> None:
             assert {told.content for name, told in heard.items() if "source" not in name} == {str(version)}
 
 
+def test_what_is_relayed_goes_another_way_when_a_rank_comes_back_on_another_host() -> None:
+    made = [evolve(place, transport="broadcast") for place in places("mixed", HOSTS)]
+    with cast(made) as crew:
+        assert {told.content for name, told in crew.push(1).items() if "source" not in name} == {"1"}
+        crew.ranks["a[1]"].kill()
+        crew.add(evolve(made[3], host="x"))
+        heard = crew.push(2, first=["a[0]", "a[1]", "b[0]"])
+        assert {told.content for name, told in heard.items() if "source" not in name} == {"2"}
+        hosts = {**HOSTS, "a[1]": "x"}
+        found = linked(crew)
+        assert ("a[0]", "a[1]") in found or ("a[1]", "a[0]") in found
+        for (src, dst), by in found.items():
+            assert by.startswith("shm") if hosts[src] == hosts[dst] else by == "tcp", (src, dst)
+
+
 def hear(crew: Cast, names: list[str]) -> dict[str, Told]:
     return {name: crew.told(name, timeout=DEADLINE + HEARTBEAT + MARGIN) for name in names}
 
