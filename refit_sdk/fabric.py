@@ -189,6 +189,11 @@ def scatters(group: Group) -> bool:
     return bool(getattr(group, "scatters", False))
 
 
+def within_process(fabric: Fabric | type[Fabric]) -> bool:
+    """Whether a fabric joins only threads of one process."""
+    return bool(getattr(fabric, "within_process", False))
+
+
 def flush(group: Group) -> None:
     """All of a window are posted: a group that begins windows as a whole begins this one. Returns at once."""
     begin = getattr(group, "flush", None)
@@ -206,6 +211,7 @@ def serves(group: Group, link: tuple[int, int], *, otherwise: str) -> str:
 class Fabric(Protocol):
     """A way to carry bytes. Constructed without arguments, or with those that the user gave in `fabric=`.
 
+    One that joins only threads of one process says so by an attribute `within_process` that is true.
     One whose groups have collectives of their own names them in `collectives`, a frozenset.
     """
 

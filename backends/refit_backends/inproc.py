@@ -179,6 +179,7 @@ class InprocFabric:
     """
 
     name: ClassVar[str] = "inproc"
+    within_process: ClassVar[bool] = True
 
     def __init__(self, *, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()

@@ -179,8 +179,7 @@ class NcclM2n:
 
 def _by_family(moves: Moves) -> Iterator[Moves]:
     """The moves of each family and engine, which are asked for together."""
-    none = np.zeros(len(moves), np.int64)
-    keys = np.stack([getattr(moves, "family", none), getattr(moves, "engine", none)], axis=1)
+    keys = np.stack([moves.family, moves.engine], axis=1)
     for key in np.unique(keys, axis=0):
         yield _taken(moves, np.flatnonzero((keys == key).all(axis=1)))
 

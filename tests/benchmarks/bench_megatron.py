@@ -31,7 +31,6 @@ from typing import Any
 from attrs import frozen
 
 sys.path.append(str(Path(__file__).parents[1] / "megatron" / "support"))
-sys.path.append(str(Path(__file__).parents[1] / "judge"))
 sys.path.append(str(Path(__file__).parents[1] / "refit"))
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 

@@ -11,7 +11,6 @@ import build
 import tiny
 import torch
 import torch.distributed as dist
-import torch_fill
 from refit_adapters.megatron import MegatronAdapter, MegatronModel
 from refit_backends.reshard import Reshard
 
@@ -19,6 +18,7 @@ from refit_sdk.manifest import decode, encode, fold
 from refit_sdk.plan import make_plan
 from refit_sdk.session import RefitSession
 from refit_sdk.settings import Settings
+from refit_sdk.testing import torch_fill
 from refit_sdk.topology import Topology
 from refit_sdk.world import Seat, World
 

@@ -25,12 +25,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "tests" / "refit"), str(ROOT / "tests" / "judge")]
+sys.path.insert(0, str(ROOT / "tests" / "refit"))
 
 from attrs import define, evolve, field, frozen  # noqa: E402
 from nodes import Cast, Place, Told, cast, columns, whole  # noqa: E402
-from ranks import free_rendezvous  # noqa: E402
 from truths import engine_of, is_target, silent, unfenced, unnamed, untruths  # noqa: E402
+
+from refit_sdk.testing.ranks import free_rendezvous  # noqa: E402
 
 PAGE = ROOT / "docs" / "reference" / "fault-campaign.md"
 DEADLINE, HEARTBEAT, MARGIN = 10.0, 3.0, 60.0

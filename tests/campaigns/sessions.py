@@ -20,10 +20,11 @@ from itertools import product
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "tests" / "refit"), str(ROOT / "tests" / "judge")]
+sys.path.insert(0, str(ROOT / "tests" / "refit"))
 
 from nodes import Cast, Place, cast, columns, rows  # noqa: E402
-from ranks import free_rendezvous  # noqa: E402
+
+from refit_sdk.testing.ranks import free_rendezvous  # noqa: E402
 
 WAYS = {"one copy": "shm", "two copies": "two copies", "two hosts": "mixed", "one host": "mixed"}
 ENDS = ("closed", "closed with a reason", "one killed", "all killed")

@@ -18,7 +18,7 @@ def has_megatron() -> bool:
 
 collect_ignore_glob = [] if has_megatron() else ["*.py"]
 if has_megatron():
-    sys.path += [str(HERE / "support"), *(str(HERE.parent / folder) for folder in ("judge", "refit"))]
+    sys.path += [str(HERE / "support"), str(HERE.parent / "refit")]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

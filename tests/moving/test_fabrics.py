@@ -1,4 +1,4 @@
-"""Every fabric carries bytes in order, counts them, and says who is missing, lost or late. Gloo is in threads here."""
+"""What is each fabric's own; what all must do is in the conformance kit (`FabricRules`). Gloo is in threads here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from refit_backends.tcp import GREETING, NONCE_NBYTES, TcpFabric, Word
 
 from refit_sdk.errors import RendezvousError
 from refit_sdk.fabric import Fabric, FabricError, Group
-from refit_sdk.runs import Runs
 
 LARGE = torch.ones(32 << 20, dtype=torch.uint8)
 """More than a kernel keeps for a receive that isn't there yet."""
@@ -82,99 +81,6 @@ def test_is_usable_here(fabric: Fabric) -> None:
     assert isinstance(fabric, Fabric)
 
 
-def test_messages_of_a_pair_match_in_order(fabric: Fabric) -> None:
-    ends = connect(fabric, 2)
-    buffers = [numbers(0, 0), numbers(0, 0), numbers(0)]
-    recvs = [ends[1].recv(buffer, peer=0) for buffer in buffers]
-    sends = [ends[0].send(sent, peer=1) for sent in (numbers(1, 2), numbers(3, 4), numbers(5))]
-    assert [work.wait(5) for work in (*recvs, *sends)] == [2, 2, 1, 2, 2, 1]
-    assert [buffer.tolist() for buffer in buffers] == [[1, 2], [3, 4], [5]]
-
-
-def test_all_pairs_at_once_in_both_directions(fabric: Fabric) -> None:
-    ends = connect(fabric, 3)
-
-    def work(me: int) -> list[int]:
-        peers = [peer for peer in range(3) if peer != me]
-        buffers = [numbers(99) for _ in peers]
-        works = [ends[me].recv(buffer, peer=peer) for buffer, peer in zip(buffers, peers, strict=True)]
-        works += [ends[me].send(numbers(10 * me + peer), peer=peer) for peer in peers]
-        assert [each.wait(5) for each in works] == [1] * 4
-        return [int(buffer) for buffer in buffers]
-
-    assert threads(3, work) == [[10, 20], [1, 21], [2, 12]]
-
-
-def test_peers_are_world_numbers(fabric: Fabric) -> None:
-    table = Table()
-    members = (3, 7)
-    low, high = threads(
-        2, lambda i: fabric.connect(group="g", members=members, process=members[i], store=table, timeout=20)
-    )
-    received = numbers(0)
-    work = high.recv(received, peer=3)
-    low.send(numbers(9), peer=7).wait(5)
-    assert work.wait(5) == 1
-    assert received.tolist() == [9]
-
-
-@pytest.mark.parametrize("size", [1, 3, 12], ids="{}-bytes-sent".format)
-def test_another_length_is_an_error_and_writes_nothing_beyond(fabric: Fabric, size: int) -> None:
-    ends = connect(fabric, 2)
-    buffer = torch.zeros(12, dtype=torch.uint8)
-    recv = ends[1].recv(buffer[:2], peer=0)
-    send = ends[0].send(torch.ones(size, dtype=torch.uint8), peer=1)
-    with pytest.raises(FabricError):
-        recv.wait(0.2)
-    with pytest.raises(FabricError):
-        told_at_last(ends[0], send)
-    assert not buffer.any()
-
-
-def told_at_last(end: Group, send: Any) -> None:
-    """Over TCP a send may have ended when its receiver finds fault with it; then the next operation is told."""
-    send.wait(0.2)
-    end.recv(numbers(0), peer=1).wait(0.2)
-
-
-def test_a_member_that_does_not_come_is_named(fabric: Fabric) -> None:
-    table = Table()
-    results = threads(
-        2, lambda i: fabric.connect(group="g", members=range(4), process=(0, 2)[i], store=table, timeout=0.3)
-    )
-    for error in results:
-        assert isinstance(error, FabricError)
-        assert "[1, 3] did not come" in str(error)
-
-
-def test_a_group_of_one_needs_no_peer(fabric: Fabric) -> None:
-    group = fabric.connect(group="g", members=[4], process=4, store=Table(), timeout=5)
-    group.close()
-    group.close()
-
-
-def test_abort_ends_what_is_pending_at_once_and_says_why(fabric: Fabric) -> None:
-    ends = connect(fabric, 3)
-    pending = [ends[0].recv(numbers(0), peer=peer) for peer in (1, 2)] + [ends[0].send(LARGE, peer=2)]
-    begun = threading.Event()
-
-    def wait_for(work: Any) -> str:
-        begun.set()
-        with pytest.raises(FabricError) as caught:
-            work.wait(LONG)
-        return str(caught.value)
-
-    def work(index: int) -> Any:
-        if index == 3:
-            assert begun.wait(10)
-            return ends[0].abort("engine e is dropped")
-        return wait_for(pending[index])
-
-    assert threads(4, work) == ["engine e is dropped"] * 3 + [None]
-    with pytest.raises(FabricError, match="engine e is dropped"):
-        ends[0].send(numbers(1), peer=1)
-
-
 def test_abort_reaches_living_pairs_past_a_dead_one(fabric: Fabric) -> None:
     ends = connect(fabric, 3)
     ends[1].abort("gone")
@@ -184,57 +90,6 @@ def test_abort_reaches_living_pairs_past_a_dead_one(fabric: Fabric) -> None:
     pending = ends[0].recv(numbers(0), peer=2)
     ends[0].abort("stop")
     assert [str(error) for error in threads(1, lambda _: pending.wait(LONG))] == ["stop"]
-
-
-def test_a_lost_peer_is_named_and_other_pairs_go_on(fabric: Fabric) -> None:
-    ends = connect(fabric, 3)
-    pending = ends[0].recv(numbers(0), peer=1)
-    ends[1].abort("no more")
-    with pytest.raises(FabricError, match="process 1") as caught:
-        pending.wait(5)
-    assert caught.value.peer == 1
-    received = numbers(0)
-    recv = ends[2].recv(received, peer=0)
-    assert ends[0].send(numbers(8), peer=2).wait(5) == recv.wait(5) == 1
-    assert received.tolist() == [8]
-
-
-def test_abort_leaves_other_groups_as_they_are(fabric: Fabric) -> None:
-    table = Table()
-    one, two = connect(fabric, 2, group="one", store=table), connect(fabric, 2, group="two", store=table)
-    one[0].abort("dropped")
-    received = numbers(0)
-    recv = two[1].recv(received, peer=0)
-    assert two[0].send(numbers(6), peer=1).wait(5) == recv.wait(5) == 1
-    assert received.tolist() == [6]
-
-
-def test_a_wait_that_runs_out_names_the_peer_and_ends_the_group(fabric: Fabric) -> None:
-    ends = connect(fabric, 3)
-    late, other = ends[0].recv(numbers(0, 0), peer=1), ends[0].recv(numbers(0), peer=2)
-    with pytest.raises(FabricError, match=r"0\.1 s for process 1 to send 2 bytes") as caught:
-        late.wait(0.1)
-    assert caught.value.peer == 1
-    (error,) = threads(1, lambda _: other.wait(LONG))
-    assert "process 1" in str(error)
-    with pytest.raises(FabricError, match="process 1"):
-        ends[0].recv(numbers(0), peer=2)
-
-
-def test_an_abort_after_a_failure_keeps_the_first_cause(fabric: Fabric) -> None:
-    ends = connect(fabric, 2)
-    ends[0].abort("first")
-    ends[0].abort("second")
-    with pytest.raises(FabricError, match="first"):
-        ends[0].recv(numbers(0), peer=1)
-
-
-def test_eight_groups_at_once(fabric: Fabric) -> None:
-    table = Table()
-    results = threads(16, lambda i: fabric.connect(
-        group=f"g{i // 2}", members=[0, 1], process=i % 2, store=table, timeout=30
-    ))  # fmt: skip
-    assert not [result for result in results if isinstance(result, BaseException)]
 
 
 def test_inproc_waits_on_the_tests_own_clock() -> None:
@@ -309,45 +164,6 @@ def test_tells_all_addresses_when_it_cannot_connect(placed: Any) -> None:
     errors = [str(result) for result in results if isinstance(result, FabricError)]
     assert any("0 at 127.0.0.1, 1 at ::1" in error for error in errors)
     assert all("1 at ::1" in error or "did not connect to process 0 at 127.0.0.1" in error for error in errors)
-
-
-def scattered(seed: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Views of storage that has more than them, of every kind of run, and the storage."""
-    chance = torch.Generator().manual_seed(seed)
-    shapes = ((300, 4100), (7, 3, 50, 70), (1 << 20,), (2000, 2000), (5,))
-    storage = [torch.randint(0, 256, shape, dtype=torch.uint8, generator=chance) for shape in shapes]
-    return storage, scattered_like(storage)
-
-
-@pytest.mark.parametrize("fabric", ["tcp", "shm", "shm, two copies", "two hosts"], indirect=True)
-def test_runs_are_gathered_and_scattered_and_nothing_beside_them_is_written(fabric: Fabric) -> None:
-    ends = connect(fabric, 2)
-    _, sent = scattered(1)
-    storage, views = scattered(2)
-    expected = [each.clone() for each in storage]
-    for view, new in zip(scattered_like(expected), sent, strict=True):
-        view.copy_(new)
-    recvs = [ends[1].recv(Runs.of(views[:3]), peer=0), ends[1].recv(Runs.of(views[3:]), peer=0)]
-    sends = [ends[0].send(Runs.of(sent[:3]), peer=1), ends[0].send(Runs.of(sent[3:]), peer=1)]
-    assert [work.wait(30) for work in recvs] == [work.wait(30) for work in sends]
-    for found, right in zip(storage, expected, strict=True):
-        assert torch.equal(found, right)
-
-
-@pytest.mark.parametrize("fabric", ["tcp", "shm", "shm, two copies", "two hosts"], indirect=True)
-def test_runs_meet_a_buffer(fabric: Fabric) -> None:
-    ends = connect(fabric, 2)
-    _, sent = scattered(1)
-    whole = torch.cat([view.reshape(-1) for view in sent])
-    into = torch.zeros_like(whole)
-    recv = ends[1].recv(into, peer=0)
-    assert ends[0].send(Runs.of(sent), peer=1).wait(30) == recv.wait(30) == whole.numel()
-    assert torch.equal(into, whole)
-
-
-def scattered_like(storage: list[torch.Tensor]) -> list[torch.Tensor]:
-    a, b, c, d, e = storage
-    return [a[:, 3:4099], b[1:6, :, 2:49:3, 5:69], c[17:-3], d[:1999].t(), e[2:3]]
 
 
 def test_a_stranger_who_dials_is_hung_up_on() -> None:

@@ -1,21 +1,20 @@
 """A distribution of its own with a plug-in of every kind: `tests/refit_acme`, installed beside us.
 
-Kinds whose first real user comes later are used here.
+Its transport, fabric and adapter are held to the conformance kit (`tests/kit`); the kinds whose first real user comes
+later are used here.
 """
 
-import threading
-from typing import Any, cast
+import importlib
+import inspect
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from refit_acme.live import Weights
 from refit_adapters.architectures import names_for
 
 from refit_sdk.box import Box
-from refit_sdk.errors import FencedError
-from refit_sdk.fabric import FabricError, KeyValue
-from refit_sdk.plugins import PROTOCOLS, choose_adapter, registry
+from refit_sdk.plugins import PROTOCOLS, registry
 from refit_sdk.report import PushReport
 from refit_sdk.topology import Topology
 from refit_sdk.transport import Moves
@@ -26,11 +25,11 @@ from refit_sdk.world import Region
 def test_every_kind_comes_through_the_public_door(kind: str) -> None:
     offers = [offer for offer in registry().offers_of(kind) if offer.origin.distribution == "refit-acme"]
     assert len(offers) == 1
-    assert offers[0].name.startswith("test-only-")
+    assert offers[0].name.partition("-")[0] in ("acme", "test")
     assert registry().get(kind, offers[0].name) is offers[0].offered
 
 
-def test_the_transport_brings_every_move_to_everyone_who_needs_it() -> None:
+def test_the_transport_serves_one_after_the_other() -> None:
     def ints(*values: Any) -> Any:
         return np.array(values, np.int64)
 
@@ -38,54 +37,19 @@ def test_the_transport_brings_every_move_to_everyone_who_needs_it() -> None:
         start=ints([0], [4]), stop=ints([4], [8]), server=ints(0, 1), need_start=ints(0, 2, 3), need=ints(2, 3, 3),
         holder_start=ints(0, 1, 2), holder=ints(0, 1), itemsize=2,
     )  # fmt: skip
-    steps = registry().get("transport", "test-only-direct")().steps(moves, Topology.single(4))
-    assert list(zip(steps.move, steps.src, steps.dst, strict=True)) == [(0, 0, 2), (0, 0, 3), (1, 1, 3)]
-    assert steps.stop.tolist() == [[4], [4], [8]]
+    steps = registry().get("transport", "acme")().steps(moves, Topology.single(4))
+    assert list(zip(steps.move, steps.src, steps.dst, steps.round, strict=True)) == [
+        (0, 0, 2, 0), (0, 0, 3, 1), (1, 1, 3, 0),
+    ]  # fmt: skip
 
 
-def test_the_adapters_recognise_their_model_alone() -> None:
-    model = Weights({"w": torch.zeros(2, 3)})
-    for kind in ("source_adapter", "target_adapter"):
-        adapter = choose_adapter(registry(), kind, model)(model, rank=0, size=1)
-        (fragment,) = adapter.describe()
-        assert fragment.view is model.tensors["w"]
-        assert fragment.box == Box.whole((2, 3))
-        before = adapter.identity()
-        model.tensors["w"] = torch.zeros(2, 3)
-        assert adapter.identity() != before
-
-
-def test_a_fenced_target_refuses_to_be_read() -> None:
-    target = registry().get("target_adapter", "test-only-weights")(Weights({"w": torch.ones(1)}), rank=0, size=1)
-    target.fence("torn")
-    target.fence("later")
-    with pytest.raises(FencedError, match="torn"):
-        target.read("w")
-    target.install(version=3)
-    target.unfence()
-    assert target.read("w").item() == 1
-
-
-def test_the_fabric_carries_bytes_between_threads() -> None:
-    fabric = registry().get("fabric", "test-only-threads")()
-    groups = [
-        fabric.connect(group="g", members=(0, 1), process=process, store=cast(KeyValue, None), timeout=1.0)
-        for process in range(2)
-    ]
-    buffer = torch.zeros(3, dtype=torch.uint8)
-    pending = groups[1].recv(buffer, peer=0)
-    sender = threading.Thread(
-        target=groups[0].send, args=(torch.tensor([1, 2, 3], dtype=torch.uint8),), kwargs={"peer": 1}
-    )
-    sender.start()
-    assert pending.wait(5.0) == 3
-    sender.join()
-    assert buffer.tolist() == [1, 2, 3]
-    groups[0].abort("over")
-    with pytest.raises(FabricError, match="over"):
-        groups[0].send(buffer, peer=1)
-    for group in groups:
-        group.close()
+@pytest.mark.parametrize(("module", "page"), [
+    ("turns", "write-a-transport"), ("lanes", "write-a-fabric"), ("weights", "write-an-adapter"),
+])  # fmt: skip
+def test_the_how_to_shows_the_plug_in_as_it_is(module: str, page: str) -> None:
+    source = inspect.getsource(importlib.import_module(f"refit_acme.{module}"))
+    text = (Path(__file__).parents[2] / "docs" / "how-to" / f"{page}.md").read_text()
+    assert f'```python title="{module}.py"\n{source}```' in text
 
 
 def test_the_paper_layout_gives_a_manifest_a_rank() -> None:

@@ -244,7 +244,7 @@ def test_a_check_that_fails_is_an_answer() -> None:
 def test_only_transports_are_part_of_a_plans_input(site: Path) -> None:
     versions = plugins.plugin_versions(plugins.registry())
     assert set(versions) == set(plugins.registry().names("transport"))
-    assert versions["test-only-direct"] == "refit-acme 1.2.3"
+    assert versions["acme"] == "refit-acme 1.2.3"
     assert plugins.plugin_versions(plugins.load([in_body(observers(Watch))], environ={})) == {}
 
 

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from attrs import field, frozen
-from models import Held, Model
-from ranks import Rank
 
 from refit_sdk import joining, participant
 from refit_sdk.errors import RefitError, SessionClosed
 from refit_sdk.session import RefitSession
+from refit_sdk.testing.models import Held, Model
+from refit_sdk.testing.ranks import Rank
 
 Holds = tuple[Held, ...]
 

@@ -1,6 +1,6 @@
-"""Makes the harness and the judge importable here and in the processes that tests start."""
+"""Makes the harness importable here and in the processes that tests start."""
 
 import sys
 from pathlib import Path
 
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "judge")]
+sys.path.append(str(Path(__file__).parent))

@@ -14,12 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import judge
 import torch
-import torch_fill
 from attrs import define, evolve, field, frozen
-from models import Held, Model
-from ranks import PATIENCE, Process, Rank, running, start
 from refit_backends.gloo import GlooFabric
 from refit_backends.mixed import MixedFabric
 from refit_backends.shm import ShmFabric
@@ -30,6 +26,9 @@ from refit_sdk.controller import RefitController
 from refit_sdk.errors import FencedError
 from refit_sdk.messages import Done, Linked, Ready
 from refit_sdk.session import RefitSession
+from refit_sdk.testing import judge, torch_fill
+from refit_sdk.testing.models import Held, Model
+from refit_sdk.testing.ranks import PATIENCE, Process, Rank, running, start
 
 NAME, SHAPE = "model.layers.0.w", (64, 8)
 WINDOW = 256

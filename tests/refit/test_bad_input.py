@@ -13,9 +13,6 @@ from typing import Any
 import pytest
 from attrs import field, frozen
 from bad_cases import Push, Said, Seat, busy, gives, join, seats, takes, takes_late, takes_rebinding
-from crew import Crew, Job, crew, meet
-from models import Held, Model, Ranks, beside, spread
-from ranks import free_rendezvous
 
 from refit_sdk.box import Box
 from refit_sdk.controller import RefitController
@@ -25,6 +22,9 @@ from refit_sdk.mesh import Mesh
 from refit_sdk.placement import Shard
 from refit_sdk.session import RefitSession
 from refit_sdk.settings import Settings
+from refit_sdk.testing.crew import Crew, Job, crew, meet
+from refit_sdk.testing.models import Held, Model, Ranks, beside, spread
+from refit_sdk.testing.ranks import free_rendezvous
 
 NAME = "model.layers.0.up.weight"
 SHAPE = (8, 4)

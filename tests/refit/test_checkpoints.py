@@ -13,14 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import judge
 import pytest
 import torch
-import torch_fill
 from click.testing import CliRunner
-from crew import Crew, crew, meet
-from models import SEED, Held, Model, beside, spread
-from ranks import Rank, free_rendezvous, running
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -36,6 +31,10 @@ from refit_sdk.layout import Layout
 from refit_sdk.mesh import Mesh
 from refit_sdk.placement import Replicate, Shard
 from refit_sdk.session import RefitSession
+from refit_sdk.testing import judge, torch_fill
+from refit_sdk.testing.crew import Crew, crew, meet
+from refit_sdk.testing.models import SEED, Held, Model, beside, spread
+from refit_sdk.testing.ranks import Rank, free_rendezvous, running
 
 SIZE = 5
 SHAPES: dict[str, tuple[int, ...]] = {

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import Held, Model
-from ranks import free_rendezvous
 
 from refit_sdk import session as face
 from refit_sdk.box import Box
@@ -21,6 +19,8 @@ from refit_sdk.errors import RefitError, RendezvousError
 from refit_sdk.report import EngineReport, PushReport, Traffic
 from refit_sdk.session import PushHandle, RefitSession
 from refit_sdk.settings import Settings
+from refit_sdk.testing.models import Held, Model
+from refit_sdk.testing.ranks import free_rendezvous
 
 HELD = [Held("w", (4,), Box((0,), (4,)))]
 NOWHERE = "tcp://127.0.0.1:1"

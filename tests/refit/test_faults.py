@@ -13,8 +13,9 @@ from collections.abc import Iterable
 import pytest
 from attrs import evolve
 from nodes import Cast, Place, Told, cast, columns, rows, whole
-from ranks import free_rendezvous
 from truths import silent, unfenced, unnamed, untruths
+
+from refit_sdk.testing.ranks import free_rendezvous
 
 DEADLINE, HEARTBEAT = 3.0, 2.0
 MARGIN = 10.0

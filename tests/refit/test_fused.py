@@ -7,15 +7,10 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import judge
 import numpy as np
 import pytest
-import torch_fill
 from attrs import define, field
-from crew import Crew, Job, crew
-from fabrics import FABRICS
 from fused_cases import CASES, Case, Side
-from ranks import Rank, free_rendezvous
 
 from refit_sdk.adapter import Fragment
 from refit_sdk.errors import LayoutError
@@ -32,6 +27,9 @@ from refit_sdk.fused import (
     vocab_rows,
 )
 from refit_sdk.session import RefitSession
+from refit_sdk.testing import judge, torch_fill
+from refit_sdk.testing.crew import Crew, Job, crew
+from refit_sdk.testing.ranks import Rank, free_rendezvous
 
 SEED, SIZE, VERSIONS = 11, 9, (1, 2)
 
@@ -92,13 +90,11 @@ def _whole(case: Case, version: int) -> dict[str, Any]:
     }
 
 
-def take_part(_: Rank, name: str, engine: int | None, rank: int, where: str, by: tuple[str, int]) -> None:
-    """One rank: two pushes, each of them judged. `by` is the name of one of `FABRICS`, or '', and the process."""
+def take_part(_: Rank, name: str, engine: int | None, rank: int, where: str) -> None:
+    """One rank: two pushes, each of them judged."""
     case = CASES[name]
     model = Fused(case, case.source if engine is None else case.engines[engine], rank)
     common: dict[str, Any] = {"rendezvous": where, "deadline": 20, "rank": rank, "size": model.side.size}
-    if by[0]:
-        common["fabric"] = FABRICS[by[0]](by[1])
     if engine is None:
         common |= {"engines": len(case.engines), "settings": case.settings}
         with RefitSession.source(model, **common) as session:
@@ -120,26 +116,18 @@ def ranks() -> Iterator[Crew]:
         yield made
 
 
-def play(ranks: Crew, name: str, fabric: str) -> None:
+def play(ranks: Crew, name: str) -> None:
     """All ranks of a case, each a process."""
     case, where = CASES[name], free_rendezvous()
     seats = [(None, rank) for rank in range(case.source.size)]
     seats += [(number, rank) for number, side in enumerate(case.engines) for rank in range(side.size)]  # type: ignore[misc]
-    jobs: list[Job] = [
-        (take_part, (name, engine, rank, where, (fabric, process))) for process, (engine, rank) in enumerate(seats)
-    ]
+    jobs: list[Job] = [(take_part, (name, engine, rank, where)) for engine, rank in seats]
     ranks.results(jobs)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_bit_exact_twice(ranks: Crew, name: str) -> None:
-    play(ranks, name, "")
-
-
-@pytest.mark.parametrize("fabric", FABRICS)
-@pytest.mark.parametrize("name", CASES)
-def test_bit_exact_twice_over(ranks: Crew, name: str, fabric: str) -> None:
-    play(ranks, name, fabric)
+    play(ranks, name)
 
 
 def test_there_are_cases_of_every_kind() -> None:

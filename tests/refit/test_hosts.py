@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from attrs import evolve
-from models import Model
 from nodes import Cast, Place, Told, cast, columns, rows, whole
-from ranks import Rank, free_rendezvous, running
 from truths import silent, unfenced, unnamed, untruths
 
 from refit_sdk.errors import RefitError
 from refit_sdk.session import RefitSession
+from refit_sdk.testing.models import Model
+from refit_sdk.testing.ranks import Rank, free_rendezvous, running
 
 DEADLINE, HEARTBEAT, MARGIN = 4.0, 3.0, 20.0
 HOSTS = {"source[0]": "x", "source[1]": "y", "a[0]": "x", "a[1]": "y", "b[0]": "x"}

@@ -12,9 +12,6 @@ import pytest
 import torch
 from attrs import evolve
 from bad_cases import Said, Seat, said_of, seats
-from crew import Crew, Job, crew, meet
-from models import Held, Model, Ranks, spread
-from ranks import Rank, free_rendezvous
 from refit_backends.gloo import GlooFabric
 from refit_backends.mixed import MixedFabric
 from refit_backends.reshard import Reshard
@@ -30,6 +27,9 @@ from refit_sdk.offers import Offer, Origin, Registry
 from refit_sdk.placement import Shard
 from refit_sdk.session import RefitSession
 from refit_sdk.settings import Settings
+from refit_sdk.testing.crew import Crew, Job, crew, meet
+from refit_sdk.testing.models import Held, Model, Ranks, spread
+from refit_sdk.testing.ranks import Rank, free_rendezvous
 
 DOWN = "the device mlx5_0 is down"
 NAME, SHAPE = "model.layers.0.up.weight", (8, 4)

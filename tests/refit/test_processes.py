@@ -15,9 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from crew import Crew, Job, crew, meet
-from models import Held, Model, Ranks, spread
-from ranks import Rank, free_rendezvous
 from refit_backends.gloo import GlooFabric
 from torch.distributed import distributed_c10d
 
@@ -29,6 +26,9 @@ from refit_sdk.mesh import Mesh
 from refit_sdk.placement import Shard
 from refit_sdk.report import PushReport
 from refit_sdk.session import RefitSession
+from refit_sdk.testing.crew import Crew, Job, crew, meet
+from refit_sdk.testing.models import Held, Model, Ranks, spread
+from refit_sdk.testing.ranks import Rank, free_rendezvous
 
 NAME, SHAPE = "layers.0.w", (8, 6)
 TOKEN = "of this test"

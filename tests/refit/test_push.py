@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import warnings
 
-from models import Held, Model
-from ranks import Rank, free_rendezvous, running
-
 from refit_sdk import joining
 from refit_sdk.box import Box
 from refit_sdk.errors import SessionClosed
 from refit_sdk.report import PushReport
 from refit_sdk.session import RefitSession
+from refit_sdk.testing.models import Held, Model
+from refit_sdk.testing.ranks import Rank, free_rendezvous, running
 
 
 def source(

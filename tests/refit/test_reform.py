@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from attrs import evolve
 from nodes import Cast, Place, Told, cast, columns, rows, whole
-from ranks import free_rendezvous
+
+from refit_sdk.testing.ranks import free_rendezvous
 
 DEADLINE, HEARTBEAT = 5.0, 3.0
 

@@ -11,9 +11,6 @@ import pytest
 import torch
 from attrs import evolve, field, frozen
 from bad_cases import Said, Seat, join, said_of, seats
-from crew import Crew, Job, crew, meet
-from models import Held, Model, Ranks, spread
-from ranks import Rank, free_rendezvous
 
 from refit_sdk import joining
 from refit_sdk.adapter import Fragment
@@ -24,6 +21,9 @@ from refit_sdk.layout import Layout
 from refit_sdk.mesh import Mesh
 from refit_sdk.placement import Shard
 from refit_sdk.session import RefitSession
+from refit_sdk.testing.crew import Crew, Job, crew, meet
+from refit_sdk.testing.models import Held, Model, Ranks, spread
+from refit_sdk.testing.ranks import Rank, free_rendezvous
 
 NAME, SHAPE = "model.layers.0.up.weight", (8, 4)
 DEADLINE = 30.0

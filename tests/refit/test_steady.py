@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 from attrs import define, field, frozen
-from crew import Crew, crew, meet
-from models import Model, Ranks, beside, spread
-from ranks import Rank, free_rendezvous
 
 from refit_sdk import control, executor, joining, messages, plan, seat
 from refit_sdk.layout import Layout
 from refit_sdk.mesh import Mesh
 from refit_sdk.placement import Shard
 from refit_sdk.session import RefitSession
+from refit_sdk.testing.crew import Crew, crew, meet
+from refit_sdk.testing.models import Model, Ranks, beside, spread
+from refit_sdk.testing.ranks import Rank, free_rendezvous
 
 PUSHES = 10
 ROWS, COLUMNS = 1600, 8

@@ -7,9 +7,10 @@ from typing import Any
 
 import build
 import tiny
-import torch_fill
 from attrs import frozen
 from refit_adapters.megatron import MegatronAdapter, MegatronModel
+
+from refit_sdk.testing import torch_fill
 
 
 @frozen

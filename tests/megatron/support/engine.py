@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import judge
 import numpy as np
 import tiny
 import torch
-import torch_fill
 
 from refit_sdk import fused
 from refit_sdk.adapter import Fragment
+from refit_sdk.testing import judge, torch_fill
 
 
 def _rows(array: Any, rank: int, size: int) -> Any:

@@ -11,11 +11,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import judge
 import numpy as np
 import torch
-import torch_fill
 from attrs import frozen
+
+from refit_sdk.testing import judge, torch_fill
 
 SEED = 11
 BASE: dict[str, Any] = {

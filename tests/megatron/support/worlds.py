@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-FOLDERS = [HERE, *(HERE.parents[1] / folder for folder in ("judge", "refit", "benchmarks")), HERE.parents[2]]
+FOLDERS = [HERE, *(HERE.parents[1] / folder for folder in ("refit", "benchmarks")), HERE.parents[2]]
 SECONDS = 120.0
 """How long a test waits for a rank."""
 

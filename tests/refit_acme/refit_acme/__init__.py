@@ -1,1 +1,1 @@
-"""Plug-ins of every kind from a distribution of its own: small, working, and for tests only."""
+"""Plug-ins of every kind from a distribution of its own: small, working, and held to the conformance kit."""

@@ -1,4 +1,4 @@
-"""What needs no live model: a transport, a paper layout, an architecture, an engine control and an observer."""
+"""What needs no live model: a paper layout, an architecture, an engine control and an observer."""
 
 from __future__ import annotations
 
@@ -6,27 +6,11 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-import numpy as np
-
 from refit_sdk.box import Box
 from refit_sdk.hookspecs import hookimpl
 from refit_sdk.report import PushReport
 from refit_sdk.tensor import TensorSpec, fold_name
-from refit_sdk.topology import Topology
-from refit_sdk.transport import Capabilities, Moves, Steps
 from refit_sdk.world import Manifest, Part, Region
-
-
-class Direct:
-    """Each move goes whole from its server to each process that needs it, in one round."""
-
-    name = "test-only-direct"
-    capabilities = Capabilities(max_ndim=2)
-
-    def steps(self, moves: Moves, topology: Topology) -> Steps:
-        """One step a needing process."""
-        move = np.repeat(np.arange(len(moves)), np.diff(moves.need_start))
-        return Steps(move, moves.start[move], moves.stop[move], moves.server[move], moves.need, np.zeros_like(move))
 
 
 class Rows:
@@ -95,12 +79,6 @@ class LastReports:
     def pushed(self, report: PushReport) -> None:
         """Remember it."""
         self.reports.append(report)
-
-
-@hookimpl
-def refit_register_transports() -> list[type]:
-    """The one transport."""
-    return [Direct]
 
 
 @hookimpl

@@ -43,6 +43,7 @@ VALUES: Final[dict[str, np.dtype[Any]]] = {
 """The dtypes that the judge knows, by torch's names."""
 
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
+_AT_ONCE: Final = 1 << 20
 _ALSO_FINITE_IN: Final = {"float32": "bfloat16"}
 """What a dtype is cast to without being asked: its values stay finite on the way."""
 
@@ -183,8 +184,12 @@ class Storage:
 
     def __init__(self, nbytes: int, *, margin: int = 64) -> None:
         self._margin = margin
-        places = np.arange(nbytes + 2 * margin, dtype=np.uint64)
-        self._pattern = (_mix(places * _GOLDEN) >> np.uint64(56)).astype(np.uint8)
+        self._pattern = np.empty(nbytes + 2 * margin, np.uint8)
+        for begin in range(0, len(self._pattern), _AT_ONCE):
+            places: npt.NDArray[np.uint64] = np.arange(
+                begin, min(begin + _AT_ONCE, len(self._pattern)), dtype=np.uint64
+            )
+            self._pattern[begin : begin + _AT_ONCE] = _mix(places * _GOLDEN) >> np.uint64(56)
         self._bytes = self._pattern.copy()
         self._owned = np.zeros(self._bytes.shape, np.bool_)
         self.block = self._bytes[margin : margin + nbytes]
@@ -204,6 +209,15 @@ class Storage:
         place = self._margin + offset
         np.ndarray((*shape, kind.itemsize), np.bool_, self._owned.data, place, (*in_bytes, 1))[...] = True
         return np.ndarray(tuple(shape), kind, self._bytes.data, place, in_bytes)
+
+    @property
+    def memory(self) -> npt.NDArray[np.uint8]:
+        """The block with its guards, for who keeps a copy of it elsewhere; what is written to it counts."""
+        return self._bytes
+
+    def place(self, offset: int) -> int:
+        """Where in `memory` byte `offset` of the block is."""
+        return self._margin + offset
 
     def damage(self, *, limit: int = 8) -> list[int]:
         """The first bytes, counted from the start of the block, that no view owns and that were changed."""

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
-import judge
 import torch
-import torch_fill
 from attrs import define, evolve, field, frozen
 
 from refit_sdk.adapter import Fragment
 from refit_sdk.box import Box
 from refit_sdk.layout import AnyLayout
+from refit_sdk.testing import judge, torch_fill
 
 SEED = 7
+_AT_ONCE = 1 << 22
+"""Elements that are judged together."""
 
 
 @frozen
@@ -38,6 +39,11 @@ class Held:
     granule: tuple[int, ...] | None = None
     values: str = ""
     within: str | None = None
+
+    def on_paper(self) -> Fragment:
+        """The fragment without storage."""
+        view = torch.empty(self.box.shape, dtype=getattr(torch, self.stored), device="meta")
+        return Fragment(self.name, self.shape, self.box, view, granule=self.granule, aliases=self.aliases)
 
     @property
     def extent(self) -> int:
@@ -98,23 +104,29 @@ class Model:
 
     held: Sequence[Held]
     within: str | None = None
+    device: str = "cpu"
     blocks: dict[str, judge.Storage] = field(factory=dict)
+    _elsewhere: dict[str, torch.Tensor] = field(factory=dict)
     fragments: list[Fragment] = field(factory=list)
 
     def __attrs_post_init__(self) -> None:
         for number, each in enumerate(self.held):
-            block = self._block(number, each)
-            dtype = getattr(torch, each.stored)
-            view = torch_fill.guarded(block, dtype, each.box.shape, strides=each.strides, offset=each.offset)
+            name = each.block or f"own {number}"
+            block, dtype = self._block(name), getattr(torch, each.stored)
+            view = torch_fill.guarded(
+                block, dtype, each.box.shape,
+                strides=each.strides, offset=each.offset, memory=self._elsewhere.get(name),
+            )  # fmt: skip
             self.fragments.append(
                 Fragment(each.name, each.shape, each.box, view, granule=each.granule, aliases=each.aliases)
             )
 
-    def _block(self, number: int, each: Held) -> judge.Storage:
-        name = each.block or f"own {number}"
+    def _block(self, name: str) -> judge.Storage:
         if name not in self.blocks:
-            same = [h for n, h in enumerate(self.held) if (h.block or f"own {n}") == name]
-            self.blocks[name] = judge.Storage(max(h.extent for h in same))
+            same = [held for number, held in enumerate(self.held) if (held.block or f"own {number}") == name]
+            block = self.blocks[name] = judge.Storage(max(held.extent for held in same))
+            if self.device != "cpu":
+                self._elsewhere[name] = torch.from_numpy(block.memory).to(self.device)
         return self.blocks[name]
 
     def refit_fragments(self) -> list[Fragment]:
@@ -123,8 +135,20 @@ class Model:
 
     def fill(self, *, version: int) -> None:
         """Put the judge's values of a version into every view."""
+        for each, view in self._parts():
+            torch_fill.fill(view, each.bits(version=version, within=self.within))
+
+    def _parts(self) -> Iterator[tuple[Held, torch.Tensor]]:
+        """What is held, with its view; large ones in runs of rows, since the judge needs many bytes an element."""
         for each, fragment in zip(self.held, self.fragments, strict=True):
-            torch_fill.fill(fragment.view, each.bits(version=version, within=self.within))
+            box, view = each.box, fragment.view
+            rows = max(1, _AT_ONCE * box.shape[0] // box.size) if box.ndim and box.size > _AT_ONCE else 0
+            if not rows:
+                yield each, view
+            for first in range(0, box.shape[0], rows) if rows else ():
+                last = min(first + rows, box.shape[0])
+                part = box.narrow(0, box.start[0] + first, box.start[0] + last)
+                yield evolve(each, box=part), view[first:last]
 
     def poison(self) -> None:
         """Make every view what no push may leave behind."""
@@ -133,30 +157,35 @@ class Model:
 
     def rebind(self, held: Sequence[Held]) -> None:
         """Hold something else, or the same elsewhere, from now on."""
-        other = Model(held, self.within)
+        other = Model(held, self.within, self.device)
         self.held, self.blocks, self.fragments = other.held, other.blocks, other.fragments
+        self._elsewhere = other._elsewhere
 
     def faults(self, *, version: int, source: str | Mapping[str, str] | None = None) -> list[str]:
         """Where a view isn't the cast source of that version, or a guard byte was written. `source` is the sources'
         dtype, or their dtypes by tensor (None, and for others: what is stored here).
         """
         dtypes = dict.fromkeys([h.name for h in self.held], source) if isinstance(source, str | None) else source
-        wanted = (h.bits(version=version, dtype=dtypes.get(h.name), within=self.within) for h in self.held)
+
+        def wanted(held: Held) -> Any:
+            return held.bits(version=version, dtype=dtypes.get(held.name), within=self.within)
+
         return [*self._differing(wanted), *self._damage()]
 
     def untouched(self) -> list[str]:
         """Where a view isn't poison any more, or a guard byte was written."""
-        poison = (judge.poison(held.box.shape, held.stored) for held in self.held)
-        return [*self._differing(poison), *self._damage()]
+        return [*self._differing(lambda held: judge.poison(held.box.shape, held.stored)), *self._damage()]
 
-    def _differing(self, wanted: Iterable[Any]) -> list[str]:
+    def _differing(self, wanted: Callable[[Held], Any]) -> list[str]:
         return [
             f"{each.name}: {mismatch}"
-            for each, fragment, bits in zip(self.held, self.fragments, wanted, strict=True)
-            for mismatch in judge.compare(torch_fill.read(fragment.view), bits, start=each.box.start)
+            for each, view in self._parts()
+            for mismatch in judge.compare(torch_fill.read(view), wanted(each), start=each.box.start)
         ]
 
     def _damage(self) -> list[str]:
+        for name, memory in self._elsewhere.items():
+            self.blocks[name].memory[:] = memory.cpu().numpy()
         return [f"guard byte {byte} of {name}" for name, block in self.blocks.items() for byte in block.damage()]
 
     def addresses(self) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:

@@ -15,7 +15,8 @@ from typing import Final
 
 import numpy as np
 import torch
-from judge import Bits, Storage, poison
+
+from refit_sdk.testing.judge import Bits, Storage, poison
 
 _INTEGER: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers that torch copies on every device, by size."""
@@ -57,10 +58,19 @@ def guarded(
     *,
     strides: tuple[int, ...] | None = None,
     offset: int = 0,
+    memory: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A torch view (on the CPU) of a guarded block, poisoned. `offset` is in bytes, `strides` in elements."""
+    """A torch view of a guarded block, poisoned. `offset` is in bytes, `strides` in elements. It is on the CPU, or in
+    `memory`, a copy of the block's memory on another device.
+    """
     bits = storage.view(str(dtype).removeprefix("torch."), shape, strides=strides, offset=offset)
-    signed = bits.view("u1" if bits.itemsize == 1 else f"i{bits.itemsize}")
-    view = torch.from_numpy(signed).view(dtype)
+    if memory is None:
+        signed = bits.view("u1" if bits.itemsize == 1 else f"i{bits.itemsize}")
+        view = torch.from_numpy(signed).view(dtype)
+    else:
+        steps = [step // bits.itemsize for step in bits.strides]
+        begin = storage.place(offset)
+        last = sum((extent - 1) * step for extent, step in zip(shape, steps, strict=True)) if bits.size else -1
+        view = memory[begin : begin + (last + 1) * bits.itemsize].view(dtype).as_strided(shape, steps)
     fill_poison(view)
     return view

@@ -68,10 +68,11 @@ def _run(number: int, pipe: Connection, body: Callable[..., Any], args: tuple[An
     try:
         pipe.send(("result", None, body(Rank(number, pipe), *args)))
     except BaseException as error:  # noqa: BLE001 - a rank's failure is the test's to judge
-        pipe.send(("error", type(error).__name__, (str(error), traceback.format_exc(), _details(error))))
+        pipe.send(("error", type(error).__name__, (str(error), traceback.format_exc(), details(error))))
 
 
-def _details(error: BaseException) -> dict[str, Any]:
+def details(error: BaseException) -> dict[str, Any]:
+    """The attributes of a `RefitError`, by name."""
     names = ("failures", "engines", "violations", "transport", "need")
     return {name: getattr(error, name) for name in names if hasattr(error, name)}
 

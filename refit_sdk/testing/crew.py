@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-from ranks import Failure, Process, Rank, _details, running
+from refit_sdk.testing.ranks import Failure, Process, Rank, details, running
 
 Job = tuple[Callable[..., Any], tuple[Any, ...]]
 """A body, `body(rank, *args)`, and its arguments."""
@@ -21,7 +21,7 @@ def _serve(rank: Rank) -> None:
         try:
             rank.pipe.send(("result", None, body(rank, *args)))
         except BaseException as error:  # noqa: BLE001 - a rank's failure is the test's to judge
-            rank.pipe.send(("error", type(error).__name__, (str(error), traceback.format_exc(), _details(error))))
+            rank.pipe.send(("error", type(error).__name__, (str(error), traceback.format_exc(), details(error))))
 
 
 class Crew:
@@ -57,7 +57,8 @@ class Crew:
     def close(self) -> None:
         """End the ranks."""
         for rank in self._ranks:
-            rank.pipe.send(None)
+            with suppress(OSError):  # one that is gone needs no word
+                rank.pipe.send(None)
         self._stack.close()
 
 
