@@ -50,10 +50,17 @@ def crossings(played: Played) -> dict[str, tuple[int, int]]:
 
 
 def leaving(played: Played) -> tuple[int, int]:
-    """Bytes that the sources sent, as counted, and the unique ones that each engine lacks."""
-    case = played.case
+    """Bytes that sources sent to targets of other domains, as counted, and the unique ones that each engine lacks.
+
+    What sources gather among themselves, and what goes to a neighbour, is not what leaves.
+    """
+    case, domain_of = played.case, played.plan.topology.domain_of
     sources = {process for process, (rank, _) in enumerate(case.processes) if rank is not None}
-    left = sum(nbytes for (_, src, _), nbytes in played.arrived().items() if src in sources)
+    left = sum(
+        nbytes
+        for (_, src, dst), nbytes in played.arrived().items()
+        if src in sources and dst not in sources and domain_of(src) != domain_of(dst)
+    )
     everybody = list(range(len(case.processes)))
     return left, sum(_unique(case, engine, everybody, own=True) for engine in case.engines)
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from attrs import define, evolve, field, frozen
 
+from refit_sdk.choosing import expanded
 from refit_sdk.executor import Executor
 from refit_sdk.fabric import Deadline, Fabric, Group, check_collectives, within_process
 from refit_sdk.fold import fold
@@ -238,17 +239,17 @@ def world_of(case: Case) -> World:
     return World(0, tuple(seats), tuple(manifests), tuple(range(len(manifests))))
 
 
+def asked(transport: str | Transport) -> list[Transport]:
+    """The transports that a route may use: of `"auto"` several, else the one of that name, or itself."""
+    if not isinstance(transport, str):
+        return [transport]
+    return [registry().get("transport", name)() for name in expanded(transport)]
+
+
 def plan_of(case: Case, transport: str | Transport) -> Plan:
     """The plan of a case with one transport, hosts and domains being pairs of processes."""
-    known = registry()
     name = transport if isinstance(transport, str) else transport.name
-    if not isinstance(transport, str):
-        transports = {name: transport}
-    else:
-        names = [name] if name in known.names("transport") else known.names("transport")
-        transports = {
-            each: known.get("transport", each)() for each in names if not known.offer("transport", each).missing()
-        }
+    transports = {each.name: each for each in asked(transport)}
     settings = evolve(case.settings, routes=[("*", name)])
     domains = tuple(process // 2 for process in range(len(case.processes)))
     topology = Topology(host=tuple(f"host{domain}" for domain in domains), domain=domains)
@@ -286,19 +287,16 @@ class Rig:
 
     def missing(self) -> str | None:
         """Why one of the two can't be used here, or None."""
-        transport = registry().offer("transport", self.transport).missing() if isinstance(self.transport, str) else None
-        return transport or made(self.fabric).missing()
-
-    def _check_collectives(self) -> None:
-        transport = registry().get("transport", self.transport) if isinstance(self.transport, str) else self.transport
-        check_collectives(made(self.fabric), [transport])
+        names = expanded(self.transport) if isinstance(self.transport, str) else ()
+        reasons = (registry().offer("transport", name).missing() for name in names)
+        return next(filter(None, reasons), None) or made(self.fabric).missing()
 
     def play(self, case: Case, *, faulty: Mapping[int, str] | None = None, **how: Any) -> Played:
         """Plan and move a case. `UnsupportedMoveError` if the transport refuses it; what a rank raises fails the test.
 
         `faulty`: which processes die, or stall, after `faulty_at` windows.
         """
-        self._check_collectives()
+        check_collectives(made(self.fabric), asked(self.transport))
         plan, prefix, seats = self.plan(case), f"{next(self._turns)}/", case.processes
         jobs = []
         for process, (rank, seat) in enumerate(seats):

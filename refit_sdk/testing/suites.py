@@ -20,7 +20,7 @@ from refit_sdk.fabric import within_process
 from refit_sdk.testing import reckoning, talks
 from refit_sdk.testing.cases import Case, Tier, catalogue, needed
 from refit_sdk.testing.machine import check_pushes
-from refit_sdk.testing.rig import MOST_PROCESSES, FabricLike, Played, Rig, made, plan_of
+from refit_sdk.testing.rig import MOST_PROCESSES, FabricLike, Played, Rig, asked, made, plan_of
 from refit_sdk.testing.support import Row
 from refit_sdk.transport import Moves, Steps, Transport
 
@@ -133,6 +133,8 @@ def check_copies(played: Played) -> None:
     total = sum(played.arrived().values())
     if classes == {"direct"}:
         assert total == needed(played.case), "bytes that arrived, against those needed, counted by element"
+    if played.case.nbytes is not None:
+        return  # tied tensors have two names, by which nothing here can be counted element by element
     assert total >= needed(played.case)
     if classes == {"domain"}:
         for place, (crossed, unique) in reckoning.crossings(played).items():
@@ -163,9 +165,9 @@ class TransportRules(_Suite):
     """What a transport's steps must be, whatever carries them."""
 
     def _asked(self, rig: Rig) -> tuple[Transport, list[Any]]:
-        from refit_sdk.plugins import registry
-
-        inner = registry().get("transport", rig.transport)() if isinstance(rig.transport, str) else rig.transport
+        if len(asked(rig.transport)) > 1:
+            pytest.skip(f"not run here: {rig.transport!r} has no steps of its own")
+        (inner,) = asked(rig.transport)
         calls = []
         for case in catalogue():
             recording = _Recording(inner)

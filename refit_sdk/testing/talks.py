@@ -381,6 +381,7 @@ def _scattered(seed: int, device: str) -> tuple[list[torch.Tensor], list[torch.T
 def scattered(me: Member) -> Any:
     """Messages gathered from views and scattered to views, if the group does that; whether nothing else was written."""
     end = me.connect()
+    me.meet("connected")
     if not getattr(end, "scatters", False):
         return None
     _, sent = _scattered(1, me.device)

@@ -14,7 +14,7 @@ class TestCudaIpc(FabricSuite):
 
 
 class TestNccl(Pushes):
-    """NCCL doesn't compare lengths, and loses a whole group with a peer: the rules of single messages aren't its own."""
+    """NCCL compares no lengths, and loses a whole group with a peer: the rules of single messages aren't its own."""
 
     fabric = gpu_standins.StandinNccl
     one_in = 4
