@@ -14,7 +14,7 @@ Windows that are on the way together use different buffers (`refit_sdk.binding`)
 from __future__ import annotations
 
 import threading
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from time import perf_counter
@@ -68,6 +68,17 @@ class _Tally:
         finally:
             self.seconds[stage] += perf_counter() - begun
 
+    def moved(self, failed: Mapping[str, str], lost: Mapping[str, int]) -> Moved:
+        """What was done, at the end."""
+        return Moved(
+            seconds={stage: self.seconds[stage] for stage in ("pack", "move", "unpack")},
+            sent=self.sent,
+            arrived=self.arrived,
+            failed=dict(failed),
+            lost=dict(lost),
+            mutated=frozenset(self.mutated),
+        )
+
 
 @frozen(eq=False)
 class _Posted:
@@ -116,7 +127,7 @@ class Executor:
         self._lock = threading.Lock()
         self._failed: dict[str, str] = {}
         self._lost: dict[str, int] = {}
-        self._pending: list[_Posted] = []
+        self._pending: deque[_Posted] = deque()
 
     @property
     def buffer_nbytes(self) -> int:
@@ -146,26 +157,22 @@ class Executor:
 
         Anything but a fabric's error or an overflow is raised, after all groups were aborted: peers don't wait for it.
         """
-        tally = _Tally()
         try:
-            self._run(self._ready(), deadline, tally)
+            return self._run(self._ready(), deadline)
         except BaseException as error:
             for engine in self._groups:
                 self.drop(engine, f"process {self._program.process} failed: {type(error).__name__}: {error}")
             self._give_up()
             raise
-        with self._lock:
-            failed, lost = dict(self._failed), dict(self._lost)
-        seconds = {stage: tally.seconds[stage] for stage in ("pack", "move", "unpack")}
-        mutated = frozenset(tally.mutated)
-        return Moved(seconds=seconds, sent=tally.sent, arrived=tally.arrived, failed=failed, lost=lost, mutated=mutated)
 
     def _give_up(self) -> None:
-        """Let what is pending end, which an abort made short, so that nothing is written after an error was raised."""
-        pending, self._pending = self._pending, []
-        for each in pending:
-            with suppress(FabricError):
-                each.work.wait(ABORTED_SECONDS)
+        """Let what is pending end, which an abort made short, so that nothing is written after an error was raised.
+        That error stands, whatever the works say."""
+        deadline = Deadline.after(ABORTED_SECONDS)
+        while self._pending:
+            with suppress(Exception):
+                self._pending.popleft().work.wait(deadline.remaining())
+        self._lanes.settle()
 
     def _ready(self) -> Bound:
         if self._bound is None:
@@ -174,7 +181,8 @@ class Executor:
             self._lanes = Lanes(self._bound.devices)
         return self._bound
 
-    def _run(self, bound: Bound, deadline: Deadline, tally: _Tally) -> None:
+    def _run(self, bound: Bound, deadline: Deadline) -> Moved:
+        tally = _Tally()
         self._lanes.begin()
         total = len(bound.windows)
         self._after_window(0, total)
@@ -184,12 +192,13 @@ class Executor:
                 due = len(self._pending)
                 following = bound.windows[number + 1 : number + 2]
                 self._start([each for each in following if each.after < number], tally)
-                self._wait(self._pending[:due], deadline)
-                del self._pending[:due]
+                self._wait(due, deadline)
                 self._unpack(window, tally)
                 self._start([each for each in following if each.after == number], tally)
                 self._after_window(number + 1, total)
         self._lanes.end()
+        with self._lock:
+            return tally.moved(self._failed, self._lost)
 
     def _start(self, windows: Sequence[BoundWindow], tally: _Tally) -> None:
         for window in windows:
@@ -231,17 +240,18 @@ class Executor:
                 batch.unpack.make()
 
     def _post(self, window: BoundWindow, tally: _Tally) -> None:
+        pending = self._pending.append
         for transfer in window.recvs:
+            mutated = tally.mutated if transfer.live else set()
             with self._guarded(transfer.engine) as group:
                 if group is not None:
-                    work = group.recv(_buffer(transfer), peer=transfer.peer)
-                    mutated = tally.mutated if transfer.live else set()
-                    self._pending.append(_Posted(transfer, work, tally.arrived, mutated))
+                    pending(
+                        _Posted(transfer, group.recv(_buffer(transfer), peer=transfer.peer), tally.arrived, mutated)
+                    )
         for transfer in window.sends:
             with self._guarded(transfer.engine) as group:
                 if group is not None:
-                    work = group.send(_buffer(transfer), peer=transfer.peer)
-                    self._pending.append(_Posted(transfer, work, tally.sent, set()))
+                    pending(_Posted(transfer, group.send(_buffer(transfer), peer=transfer.peer), tally.sent, set()))
         for engine in self._groups:
             with self._guarded(engine) as group:
                 if group is not None:
@@ -255,11 +265,13 @@ class Executor:
         except FabricError as error:
             self._drop(engine, str(error), error.peer)
 
-    def _wait(self, posted: Sequence[_Posted], deadline: Deadline) -> None:
-        """Wait for all, those of dropped engines too: their works end at once, and then nothing writes any more."""
-        for each in posted:
-            with self._guarded(each.transfer.engine):
-                each.wait(deadline.remaining())
+    def _wait(self, count: int, deadline: Deadline) -> None:
+        """Wait for the oldest, those of dropped engines too: their works end at once, and then nothing writes any
+        more. None is forgotten before it was waited for."""
+        for _ in range(count):
+            with self._guarded(self._pending[0].transfer.engine):
+                self._pending[0].wait(deadline.remaining())
+            self._pending.popleft()
 
 
 def _buffer(transfer: Transfer) -> torch.Tensor:

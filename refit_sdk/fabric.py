@@ -151,7 +151,8 @@ class Work(Protocol):
     """One posted send or receive. If it has `touched`, that says whether a receive's buffer may have been written."""
 
     def wait(self, timeout: float) -> int:
-        """Wait for completion; the bytes carried. `FabricError` on failure, abort or after `timeout` seconds."""
+        """Wait for completion; the bytes carried. `FabricError` on failure, abort or after `timeout` seconds. A second
+        wait tells the same at once."""
         ...
 
 

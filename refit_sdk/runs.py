@@ -78,7 +78,7 @@ class Runs:
         >>> runs.spans(4, most=9, most_nbytes=8).tolist()
         [[1004, 6], [1100, 2]]
         """
-        if not 0 <= at < self.nbytes:
+        if not 0 <= at < self.nbytes or most_nbytes < 1:
             return np.empty((0, 2), np.int64)
         if self.address is not None:
             return np.array([[self.address + at, min(self.nbytes - at, most_nbytes)]], np.int64)

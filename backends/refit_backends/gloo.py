@@ -49,13 +49,21 @@ class GlooWork:
     _kind: Kind
     _peer: int
     _nbytes: int
+    _failure: FabricError | None = None
 
     def wait(self, timeout: float) -> int:
-        """Wait for completion; the bytes carried. `FabricError` on failure, abort or after `timeout` seconds."""
-        try:
-            self._work.wait(_duration(timeout))
-        except RuntimeError as error:
-            raise self._group.failure(error, peer=self._peer, doing=self._doing(timeout)) from error
+        """Wait for completion; the bytes carried. `FabricError` on failure, abort or after `timeout` seconds.
+
+        A second wait tells the same: gloo's own would wait in vain.
+        """
+        if not self._work.is_completed():
+            try:
+                self._work.wait(_duration(timeout))
+            except RuntimeError as error:
+                self._failure = self._group.failure(error, peer=self._peer, doing=self._doing(timeout))
+                raise self._failure from error
+        if self._failure is not None:
+            raise self._failure
         return self._nbytes
 
     def _doing(self, timeout: float) -> str:

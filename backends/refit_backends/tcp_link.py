@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from attrs import define, field
 
-from refit_backends.links import Listen, Lost, Operation, hang_up, mismatch
+from refit_backends.links import Kind, Listen, Lost, Operation, hang_up, mismatch
 from refit_sdk.fabric import FabricError
 from refit_sdk.runs import place_of
 
@@ -64,8 +64,8 @@ class TcpLink:
     _is_full: bool = field(default=False, init=False)
     _has_bytes: bool = field(default=False, init=False)
     _events: int = field(default=EPOLLIN, init=False)
-    _took: int = field(default=0, init=False)
-    """Bytes that the kernel moved in the last call."""
+    _took: dict[Kind, int] = field(factory=lambda: {"send": 0, "recv": 0}, init=False)
+    """Bytes that the kernel moved in the last call of each kind."""
     _writev: Any = field(factory=lambda: _call("writev"), init=False)
     _readv: Any = field(factory=lambda: _call("readv"), init=False)
 
@@ -167,11 +167,11 @@ class TcpLink:
         It is asked again only when epoll says so, and not for the few bytes that it may have room for meanwhile. It is
         given twice what it took last: to list runs that it won't get to costs more than another call.
         """
-        most = min(AT_ONCE, max(_LEAST_AT_ONCE, 2 * self._took))
+        most = min(AT_ONCE, max(_LEAST_AT_ONCE, 2 * self._took[operation.kind]))
         spans = operation.runs.spans(operation.moved, most=MOST_SPANS, most_nbytes=most)
         moved: int = call(self.socket.fileno(), place_of(spans), len(spans))
         if moved >= 0:
-            self._took = moved
+            self._took[operation.kind] = moved
             return moved, 0 < moved < int(spans[:, 1].sum())
         number = ctypes.get_errno()
         if number in (EAGAIN, EINTR):

@@ -221,6 +221,10 @@ class FabricRules(_Suite):
         """To the last byte, and neither waits for the other."""
         assert rig.talk(talks.large, (0, 1)) == [True, True]
 
+    def test_what_is_posted_goes_on_while_nobody_waits(self, rig: Rig) -> None:
+        """Two windows are posted before the first is waited for."""
+        assert rig.talk(talks.unwaited, (0, 1)) == [True, True]
+
     @pytest.mark.parametrize("nbytes", [1, 4096, 1 << 20], ids="{}-bytes".format)
     def test_a_buffer_used_again_brings_new_bytes(self, rig: Rig, nbytes: int) -> None:
         """A buffer that is done may be read, and written, at once."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from attrs import define, field
 
-from refit_sdk.fabric import FabricError, Group, within_process
+from refit_sdk.fabric import FabricError, Group, flush, within_process
 from refit_sdk.runs import Runs
 from refit_sdk.testing.meeting import Table
 from refit_sdk.testing.rig import FabricLike, made
@@ -166,6 +166,22 @@ def large(me: Member) -> bool:
     into, out = torch.zeros(LARGE + 3, dtype=torch.uint8, device=me.device), me.filled(LARGE + 3, me.process)
     recv, send = end.recv(into, peer=peer), end.send(out, peer=peer)
     return recv.wait(SURE) == send.wait(SURE) == LARGE + 3 and torch.equal(into, me.filled(LARGE + 3, peer))
+
+
+def unwaited(me: Member) -> bool:
+    """0 sends much twice, and waits for neither before 1 has both; whether they came."""
+    end = me.connect()
+    if me.process == 0:
+        works = [end.send(me.filled(LARGE, seed), peer=1) for seed in range(2)]
+        flush(end)
+        me.meet("came")
+        return [work.wait(SURE) for work in works] == [LARGE, LARGE]
+    buffers = [torch.zeros(LARGE, dtype=torch.uint8, device=me.device) for _ in range(2)]
+    works = [end.recv(buffer, peer=0) for buffer in buffers]
+    flush(end)
+    came = [work.wait(SURE) for work in works] == [LARGE, LARGE]
+    me.meet("came")
+    return came and all(torch.equal(buffer, me.filled(LARGE, seed)) for seed, buffer in enumerate(buffers))
 
 
 def again(me: Member, turns: int, nbytes: int) -> list[int]:

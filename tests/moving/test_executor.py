@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import threading
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from attrs import frozen
 from moving_support import (
     POISON,
     HandClock,
@@ -233,6 +234,79 @@ def test_windows_do_not_touch_each_other(late: bool) -> None:
     run(made)
     assert bits(view) == bits(whole)
     assert made[0].buffer_nbytes == 2 * 1200 + 2 * (-1200 % 16)
+
+
+class Noted:
+    """A group that notes what is posted and waited for, in order. The first wait for a work that `fails` names raises."""
+
+    devices = CPU
+
+    def __init__(self, *, fails: Mapping[int, BaseException]) -> None:
+        self.heard: list[tuple[str, int]] = []
+        self.ended: list[int] = []
+        self.reason = ""
+        self.fails = dict(fails)
+        self._posted = 0
+
+    def recv(self, buffer: torch.Tensor, *, peer: int) -> Any:
+        number, self._posted = self._posted, self._posted + 1
+        self.heard.append(("post", number))
+        return NotedWork(self, number, buffer.numel())
+
+    def send(self, buffer: torch.Tensor, *, peer: int) -> Any:
+        return self.recv(buffer, peer=peer)
+
+    def abort(self, reason: str) -> None:
+        self.reason = reason
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+@frozen
+class NotedWork:
+    """A work of `Noted`."""
+
+    group: Noted
+    number: int
+    nbytes: int
+
+    def wait(self, timeout: float) -> int:
+        self.group.heard.append(("wait", self.number))
+        if self.number in self.group.fails:
+            raise self.group.fails.pop(self.number)
+        self.group.ended.append(self.number)
+        return self.nbytes
+
+
+def noted(windows: int, *, fails: Mapping[int, BaseException]) -> tuple[Executor, Noted]:
+    """The sender of a message a window."""
+    legs, sources, *_ = many_windows(windows, source=contiguous, target=contiguous)
+    group = Noted(fails=fails)
+    return Executor(programs(legs)[0], sources=Views(sources[0]), targets=None, groups={"e": group}), group
+
+
+def test_two_windows_are_on_the_way_at_once() -> None:
+    made, group = noted(4, fails={})
+    made.run(Deadline.after(5))
+    assert [f"{verb} {number}" for verb, number in group.heard] == [
+        "post 0", "post 1", "wait 0", "post 2", "wait 1", "post 3", "wait 2", "wait 3",
+    ]  # fmt: skip
+
+
+def test_what_is_pending_when_something_is_raised_is_waited_for_and_the_first_error_stands() -> None:
+    made, group = noted(4, fails={0: OSError("first"), 1: OSError("second")})
+    with pytest.raises(OSError, match="first"):
+        made.run(Deadline.after(5))
+    assert "first" in group.reason
+    assert group.heard == [("post", 0), ("post", 1), ("wait", 0), ("wait", 0), ("wait", 1)]
+
+
+def test_an_interrupt_leaves_nothing_pending() -> None:
+    made, group = noted(4, fails={1: KeyboardInterrupt()})
+    with pytest.raises(KeyboardInterrupt):
+        made.run(Deadline.after(5))
+    assert group.ended == [0, 1, 2]
 
 
 def test_a_process_on_both_sides_copies_its_own() -> None:
