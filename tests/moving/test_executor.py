@@ -237,7 +237,7 @@ def test_windows_do_not_touch_each_other(late: bool) -> None:
 
 
 class Noted:
-    """A group that notes what is posted and waited for, in order. The first wait for a work that `fails` names raises."""
+    """A group that notes what is posted and waited for, in order. The first wait for one that `fails` names raises."""
 
     devices = CPU
 
