@@ -141,9 +141,12 @@ def digests_elsewhere(transport: str, ids: Sequence[str]) -> list[str]:
 
 
 def row_by_row() -> Case:
-    """Sources 0 and 1, and an engine of 2 and 3: eight windows, transposed at the targets, so that each is unpacked."""
-    held = cut((64, 32), 2, Shard(1))
-    shape = (64, 32)
-    rows = [Box.whole(shape).narrow(0, 32 * rank, 32 * rank + 32) for rank in range(2)]
-    wanted = tuple((Held("layers.0.w", shape, box, strides=(1, 32)),) for box in rows)
-    return case("row by row", held, wanted, settings=Settings(window_bytes=512))
+    """Sources 0 and 1, and an engine of 2 and 3: eight windows, transposed at the targets, so that each is unpacked.
+
+    Half of them are more than any system takes for a peer that doesn't read.
+    """
+    shape = (1024, 1 << 15)
+    held = cut(shape, 2, Shard(1))
+    rows = [Box.whole(shape).narrow(0, 512 * rank, 512 * rank + 512) for rank in range(2)]
+    wanted = tuple((Held("layers.0.w", shape, box, strides=(1, 512)),) for box in rows)
+    return case("row by row", held, wanted, settings=Settings(window_bytes=8 << 20))
