@@ -8,13 +8,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
 from refit_sdk import asked
 from refit_sdk.control import Address, find_token, listen, parse_rendezvous
-from refit_sdk.errors import RendezvousError
+from refit_sdk.driving import DrivenEngine, Driver, split
+from refit_sdk.errors import RefitError, RendezvousError
 from refit_sdk.joining import rendezvous_or_env, serve
 from refit_sdk.rounds import Sent
 from refit_sdk.session import DEADLINE, HEARTBEAT
@@ -27,14 +29,17 @@ class RefitController:
         self,
         *,
         rendezvous: str | None = None,
-        engines: int | Sequence[str] = 1,
+        engines: int | Sequence[str | DrivenEngine] = 1,
+        fabric: str = "mixed",
         token: str | None = None,
         insecure: bool = False,
         deadline: float = DEADLINE,
         heartbeat: float = HEARTBEAT,
     ) -> None:
-        """Listen at `rendezvous` (port 0: any free one). `engines`: how many to wait for, or their names."""
-        expected = asked.engines(engines)
+        """Listen at `rendezvous` (port 0: any free one). `engines`: how many to wait for, their names, or controls of
+        engines that run elsewhere: those are told to join at once, over the `fabric` of that name, and led by `update`.
+        """
+        expected, controls = split(engines)
         deadline, heartbeat = asked.seconds(deadline, "deadline"), asked.seconds(heartbeat, "heartbeat")
         address = parse_rendezvous(rendezvous_or_env(rendezvous))
         secret = find_token(token, address=address, insecure=insecure)
@@ -43,6 +48,7 @@ class RefitController:
         except OSError as error:
             raise RendezvousError(f"the controller can't listen at {address}: {error}; is another there?") from error
         self._closed = False
+        self._driver: Driver | None = None
         self._address = Address(address.host, listener.getsockname()[1])
         self._hub = serve(
             listener,
@@ -52,6 +58,34 @@ class RefitController:
             heartbeat=heartbeat,
             hosted_by="the controller",
         )
+        self._deadline = deadline
+        self._driver = self._drive(controls, {"deadline": deadline, "heartbeat": heartbeat, "fabric": fabric})
+
+    def _drive(self, controls: Sequence[DrivenEngine], info: dict[str, str | float]) -> Driver | None:
+        if not controls:
+            return None
+        driver = Driver(controls, info={"rendezvous": self.rendezvous, **info})
+        driver.served = self._hub.coordinator.engine_versions
+        try:
+            driver.connect()
+        except BaseException as error:
+            self.close(f"{type(error).__name__}: {error}")
+            raise
+        return driver
+
+    @contextmanager
+    def update(self, *, version: int) -> Iterator[None]:
+        """Lead the engines that were given as controls through a push: pause them, have them receive while the block
+        has all sources `push(version=...)`, finish and resume them. `PushError` says which stay paused, and why.
+        """
+        number = asked.version(version)
+        driver = self._driver
+        if driver is None:
+            raise RefitError("no engine was given as a control: pass engines=[VllmServer(url), ...], say")
+        driver.connected(seconds=self._deadline)
+        driver.begin(number)
+        with driver.ending(number, require=0, seconds=self._deadline):
+            yield
 
     @property
     def rendezvous(self) -> str:
@@ -95,6 +129,8 @@ class RefitController:
     def close(self, reason: str = "") -> None:
         """End the session for everybody and free the address. A second call does nothing."""
         self._closed = True
+        if self._driver is not None:
+            self._driver.close()
         self._hub.close(f"the controller closed the session{': ' if reason else ''}{reason}", normal=not reason)
 
     def __enter__(self) -> Self:

@@ -21,6 +21,7 @@ from typing import Any, Final
 import msgspec
 from attrs import evolve, frozen
 
+from refit_sdk import asked
 from refit_sdk.adapter import Observer, SourceAdapter, TargetAdapter
 from refit_sdk.choosing import expanded
 from refit_sdk.control import Address, Client, connect, find_token, listen, parse_rendezvous
@@ -82,7 +83,7 @@ def rendezvous_or_env(rendezvous: str | None) -> str:
 
 def number_or_env(value: int | None, name: str, variable: str) -> int:
     """A rank or size as given, or from the environment. `RendezvousError` if there is neither, or it isn't a number."""
-    text = os.environ.get(variable) if value is None else str(value)
+    text = os.environ.get(variable) if value is None else str(asked.whole(value, name))
     if text is None or not text.lstrip("-").isdigit():
         raise RendezvousError(f"{name}={value!r} and {variable}={text!r}: pass {name}= or start with torchrun")
     return int(text)

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from refit_sdk import manifest as wire
@@ -39,6 +39,8 @@ class Held:
         self.claim = claim
         self._patterns = [Pattern(text) for text in frozen]
         self._adapter = adapter
+        self.entering: Callable[[], None] = lambda: None
+        """Called as this process enters a push or a reform; what it raises keeps the process out."""
         self._identity: Hashable = None
         self._describe()
         self._sent: bytes | None = self.body
@@ -95,6 +97,7 @@ class Held:
         moved = self.has_moved()
         if moved:
             self._describe()
+        self.entering()
         return moved
 
     def changed_body(self) -> bytes | None:

@@ -21,6 +21,7 @@ from attrs import frozen
 
 from refit_sdk import asked
 from refit_sdk.device import callers_streams
+from refit_sdk.driving import DrivenEngine, Driver, joining, split, told
 from refit_sdk.errors import RefitError
 from refit_sdk.fabric import Fabric
 from refit_sdk.hub import Hub
@@ -56,6 +57,7 @@ class RefitSession:
     def __init__(self, participant: Participant, *, hub: Hub | None, sides: Iterable[Side], deadline: float) -> None:
         """For the three makers below."""
         self._participant = participant
+        self._driver: Driver | None = None
         self._hub = hub
         self._sides = frozenset(sides)
         self._deadline = deadline
@@ -71,7 +73,7 @@ class RefitSession:
         rendezvous: str | None = None,
         rank: int | None = None,
         size: int | None = None,
-        engines: int | Sequence[str] | None = None,
+        engines: int | Sequence[str | DrivenEngine] | None = None,
         settings: Settings | None = None,
         routes: Iterable[tuple[str, str]] | None = None,
         casts: Iterable[tuple[str, str]] | None = None,
@@ -89,34 +91,37 @@ class RefitSession:
         """Join with a rank that trains. All sources give the same settings.
 
         `rank` and `size` default to RANK and WORLD_SIZE, `rendezvous` to REFIT_RENDEZVOUS. Rank 0 hosts it
-        unless a `RefitController` does. `engines`: how many engines to wait for (1), or their names. `routes`, `casts`,
-        `cast`, `ignore` and `window_bytes` are those of `Settings`, or give a whole `settings`. `fabric` is a name, or
-        a fabric made with arguments of its own; `"mixed"` is shared memory inside hosts and TCP between them.
-        `topology` is a topology file's path or content (REFIT_TOPOLOGY).
+        unless a `RefitController` does. `engines`: how many engines to wait for (1), their names, or controls of
+        engines that run elsewhere, which rank 0 then leads through every push. `routes`, `casts`, `cast`, `ignore` and
+        `window_bytes` are those of `Settings`, or give a whole `settings`. `fabric` is a name, or a fabric made with
+        arguments of its own; `"mixed"` is shared memory inside hosts and TCP between them. `topology` is a topology
+        file's path or content (REFIT_TOPOLOGY).
         """
         place = Place(
             side="source",
             engine="",
-            rank=_number(rank, "rank", "RANK"),
-            size=_number(size, "size", "WORLD_SIZE"),
+            rank=number_or_env(rank, "rank", "RANK"),
+            size=number_or_env(size, "size", "WORLD_SIZE"),
             model=model,
             adapter=adapter,
         )
         stated = settings_of(
             settings, routes=routes, casts=casts, cast=cast, ignore=ignore, window_bytes=window_bytes, topology=topology
         )
+        names, controls = (None, ()) if engines is None else split(engines)
         return cls._join(
             Options(
                 rendezvous=rendezvous_or_env(rendezvous),
                 places=(place,),
                 settings=stated,
-                engines=None if engines is None else asked.engines(engines),
+                engines=names,
                 fabric=fabric,
                 token=token,
                 insecure=insecure,
                 deadline=asked.seconds(deadline, "deadline"),
                 heartbeat=asked.seconds(heartbeat, "heartbeat"),
-            )
+            ),
+            drive=controls if place.rank == 0 else (),
         )
 
     @classmethod
@@ -196,7 +201,7 @@ class RefitSession:
 
         `engine_rank` and `engine_size` are the rank in the engine, where they aren't `rank` and `size`.
         """
-        rank, size = _number(rank, "rank", "RANK"), _number(size, "size", "WORLD_SIZE")
+        rank, size = number_or_env(rank, "rank", "RANK"), number_or_env(size, "size", "WORLD_SIZE")
         trains = Place(side="source", engine="", rank=rank, size=size, model=source, adapter=source_adapter)
         generates = Place(
             side="target",
@@ -225,9 +230,14 @@ class RefitSession:
         )
 
     @classmethod
-    def _join(cls, options: Options) -> Self:
-        participant, hub = join(options)
-        return cls(participant, hub=hub, sides=[place.side for place in options.places], deadline=options.deadline)
+    def _join(cls, options: Options, *, drive: Sequence[DrivenEngine] = ()) -> Self:
+        driver = Driver(drive, info=told(options)) if drive else None
+        with joining(driver, seconds=options.deadline):
+            participant, hub = join(options)
+        made = cls(participant, hub=hub, sides=[place.side for place in options.places], deadline=options.deadline)
+        if driver is not None:
+            made._driver = driver.lead(participant, hub)
+        return made
 
     @property
     def plan(self) -> Plan:
@@ -289,7 +299,8 @@ class RefitSession:
     def reform(self) -> None:
         """Go on with the survivors, after a rank was lost. Every survivor calls it; the next push is theirs."""
         with self._exclusive("reform"):
-            self._participant.reform()
+            reform, driver = self._participant.reform, self._driver
+            reform() if driver is None else driver.reform(reform, seconds=self._deadline)
 
     def watch(self, watcher: Callable[[int, int], None] | None) -> None:
         """Have `watcher(done, total)` called in every push, on its thread, whenever a window is through; None: nobody.
@@ -311,6 +322,8 @@ class RefitSession:
         self._closed = True
         if self._pushing is not None and self._pushing is not threading.current_thread():
             self._pushing.join(self._deadline)
+        if self._driver is not None:
+            self._driver.close()
         self._participant.close(reason)
         if self._hub is not None:
             self._hub.close(f"source[0] closed the session{': ' if reason else ''}{reason}", normal=not reason)
@@ -347,7 +360,13 @@ class RefitSession:
 
     def _alone(self, verb: str, version: int | None, require: int) -> PushReport:
         with self._exclusive(verb):
-            return self._participant.push(version=version, require=require, released=None)
+            return self._push(version, require)
+
+    def _push(self, version: int | None, require: int, *, released: Callable[[], None] | None = None) -> PushReport:
+        push = partial(self._participant.push, version=version, require=require, released=released)
+        if self._driver is None or version is None:
+            return push()
+        return self._driver.push(push, version=version, require=require, seconds=self._deadline)
 
     def _later(
         self,
@@ -361,7 +380,7 @@ class RefitSession:
         end: Callable[[], None]
         try:
             with streams():
-                report = self._participant.push(version=version, require=require, released=released.set)
+                report = self._push(version, require, released=released.set)
             end = partial(done.set_result, report)
         except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for
             end = partial(done.set_exception, error)
@@ -379,7 +398,3 @@ def _wrong_side(verb: str, sides: frozenset[Side]) -> str:
     if verb not in ("push", "receive", "sync") or verb == right:
         return ""
     return f"{verb}() was called on a session that is only a {side}: call {right}({'version=' * (right == 'push')})"
-
-
-def _number(value: int | None, name: str, variable: str) -> int:
-    return number_or_env(None if value is None else asked.whole(value, name), name, variable)

@@ -26,6 +26,10 @@ class Steering(Admission):
         found = {name: str(engine.state) for name, engine in self.membership.engines.items()}
         return {name: found.get(name, str(EngineState.WAITING)) for name in self.membership.names}
 
+    def engine_versions(self) -> dict[str, int | None]:
+        """The version that each engine has committed; None where nothing was, or it is torn."""
+        return {name: engine.version for name, engine in self.membership.engines.items()}
+
     def admit(self, engine: str) -> Sent:
         """Let an engine of this name join, from the next push on."""
         self.membership.expect(engine)

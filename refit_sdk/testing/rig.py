@@ -181,7 +181,7 @@ def _moved(
 
 
 def _fault(part: Part, groups: Mapping[str, Any], table: Table) -> Callable[[int, int], None]:
-    from refit_sdk.testing.talks import fall_silent, leave
+    from refit_sdk.testing.member import fall_silent, leave
 
     def after_window(done: int, total: int) -> None:
         if part.fault == MOURNS or done != part.faulty_at:
@@ -314,7 +314,7 @@ class Rig:
 
     def talk(self, body: Callable[..., Any], members: Sequence[int], *args: Any, lost: Sequence[int] = ()) -> list[Any]:
         """`body(seat, *args)` in every member of a group to be; what each returned. What one raises fails the test."""
-        from refit_sdk.testing.talks import Member, converse
+        from refit_sdk.testing.member import Member, converse
 
         prefix = f"{next(self._turns)}/"
         about = [Member(number, tuple(members), self.fabric, self._server.port, prefix) for number in members]

@@ -20,6 +20,7 @@ from refit_sdk.fabric import within_process
 from refit_sdk.testing import reckoning, talks
 from refit_sdk.testing.cases import Case, Tier, catalogue, needed
 from refit_sdk.testing.machine import check_pushes
+from refit_sdk.testing.member import SURE
 from refit_sdk.testing.rig import MOST_PROCESSES, FabricLike, Played, Rig, asked, made, plan_of
 from refit_sdk.testing.support import Row
 from refit_sdk.transport import Moves, Steps, Transport
@@ -267,7 +268,7 @@ class FabricRules(_Suite):
         """From another thread; the first reason stays."""
         (said, seconds), *_ = rig.talk(talks.aborted, (0, 1, 2))
         assert said == ["engine e is dropped"] * 4
-        assert seconds < talks.SURE
+        assert seconds < SURE
 
     def test_a_lost_peer_is_named_and_other_pairs_go_on(self, rig: Rig) -> None:
         """A process that is killed, in the middle of a message."""
