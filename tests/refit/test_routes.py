@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
-from crew import Crew, crew
-from fabrics import FABRICS
-from models import Held, Model
-from ranks import Rank, free_rendezvous
+from refit_backends.gloo import GlooFabric
+from refit_backends.mixed import MixedFabric
+from refit_backends.shm import ShmFabric
 
 from refit_sdk.box import Box
 from refit_sdk.errors import SessionClosed
 from refit_sdk.session import RefitSession
+from refit_sdk.testing.crew import Crew, crew
+from refit_sdk.testing.models import Held, Model
+from refit_sdk.testing.ranks import Rank, free_rendezvous
+
+FABRICS: dict[str, Callable[[int], Any]] = {
+    "gloo": lambda process: "gloo",
+    "tcp": lambda process: "tcp",
+    "shm": lambda process: "shm",
+    "two copies": lambda process: ShmFabric(one_copy=False),
+    "two hosts": lambda process: MixedFabric(shm=ShmFabric(host=f"h{process % 2}")),
+    "two hosts by gloo": lambda process: MixedFabric(far=GlooFabric(), shm=ShmFabric(host=f"h{process % 2}")),
+}
+"""Made by process, as hosts are stated by it. `two hosts` has shared memory and TCP in one group."""
 
 SOURCES, TARGETS = 2, 3
 EXPERTS, DENSE, NORM = (96, 40), (60, 16), (24,)
