@@ -308,14 +308,18 @@ class FabricRules(_Suite):
 
     @pytest.mark.parametrize("fault", ["dies", "stalls"])
     def test_a_peer_that_fails_in_a_push_fails_its_engine(self, rig: Rig, fault: str) -> None:
-        """Named within the deadline, by those who wait for it; nobody who failed claims to be untouched by mistake."""
+        """All who move with it fail within the deadline, and one that died is named by who sends to it.
+
+        Of one that stalls, those who wait for it and those who wait for them have one deadline: whoever gives up first
+        is named.
+        """
         case = reckoning.row_by_row()
-        played = rig.play(case, faulty={3: fault}, faulty_at=1, deadline=6.0 if fault == "stalls" else 20.0)
+        played = rig.play(case, faulty={3: fault}, faulty_at=1, deadline=4.0 if fault == "stalls" else 20.0)
         first, second, other = (played.outcomes[process] for process in (0, 1, 2))
         assert [set(outcome.failed) for outcome in (first, second, other)] == [{"a"}, {"a"}, {"a"}]
-        assert 3 in {outcome.lost.get("a") for outcome in (first, second)}
+        assert fault == "stalls" or 3 in {outcome.lost.get("a") for outcome in (first, second)}
         assert [outcome.faults for outcome in (first, second, other)] == [[], [], []]
-        assert other.mutated == {"a"}
+        assert fault == "stalls" or other.mutated == {"a"}
 
 
 class TransportSuite(Pushes, TransportRules):
