@@ -19,8 +19,9 @@ from refit_sdk.errors import UnsupportedMoveError
 from refit_sdk.estimate import Load, loads
 from refit_sdk.families import Sides
 from refit_sdk.moves import MoveTable, refuse, serve, sizes_of, steps_of
+from refit_sdk.overlap import volume
 from refit_sdk.pieces import Family, Pieces
-from refit_sdk.settings import AUTO, Settings
+from refit_sdk.settings import AUTO, MOST, Settings
 from refit_sdk.topology import Topology
 from refit_sdk.transport import Ints, Transport
 
@@ -28,6 +29,9 @@ OPEN: Final = ("reshard", "fanout", "broadcast")
 """What it chooses among, those with fewer rounds first."""
 BETTER: Final = 20
 """More rounds have to save at least one part in so many."""
+
+ROUGH: Final = 1024
+"""Windows' worth into which what is tried is cut at most: loads are sums, and small parts make many steps."""
 
 
 def expanded(transport: str) -> tuple[str, ...]:
@@ -88,8 +92,10 @@ def _tried(
     able = np.array([_can(transports, family, table, i) for i, family in enumerate(families)], bool)
     mine = np.array([family.transport == name for family in families], bool) & able
     rows = np.flatnonzero(mine[table.family])
-    steps, _ = steps_of(table, families, rows, sides, transport=transports[name], settings=settings, topology=topology)
     sizes = sizes_of(families)
+    nbytes = int((volume(table.start, table.stop) * sizes.itemsize[table.family])[rows].sum())
+    rough = evolve(settings, window_bytes=min(MOST, max(settings.window_bytes, nbytes // ROUGH)))
+    steps, _ = steps_of(table, families, rows, sides, transport=transports[name], settings=rough, topology=topology)
     found = loads(
         steps, local, topology, nbytes=(sizes.nbytes(steps), sizes.nbytes(local)), key=(steps.family, local.family),
         count=len(families),

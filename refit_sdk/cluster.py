@@ -128,13 +128,30 @@ def _sets(found: Any, kind: str, where: str) -> Sets:
     if not isinstance(found, Mapping):
         raise RefitError(f"{where}: {kind} is {found!r}: give an object from names to lists of ranks")
     made = []
-    seen: dict[str, str] = {}
-    for name, ranks in sorted(found.items()):
+    seen: list[tuple[str, range, str, str]] = []
+    for name, ranks in sorted(found.items(), key=lambda each: str(each[0])):
+        if not isinstance(name, str) or not name:
+            raise RefitError(f"{where}: {kind}: {name!r} is no name of a set: give a string")
         for rank in asked.strings(ranks, f"{kind}: {name}"):
-            if not RANKS.fullmatch(rank):
-                raise RefitError(f"{where}: {kind}: {name}: {rank!r} names no rank: source[0], e[0-7] and e[*] do")
-            if rank in seen:
-                raise RefitError(f"{where}: {kind}: {rank} is in {seen[rank]} and in {name}: a rank has one place")
-            seen[rank] = name
+            side, these = _named(rank, f"{where}: {kind}: {name}")
+            for other, those, text, taken in seen:
+                alike = (len(these) == 1) == (len(those) == 1) and bool(these) == bool(those)
+                both = range(max(these.start, those.start), min(these.stop, those.stop))
+                if side == other and alike and (both or not these):
+                    word = rank if rank == text else f"{text} and {rank}"
+                    raise RefitError(f"{where}: {kind}: {word} is in {taken} and in {name}: a rank has one place")
+            seen.append((side, these, rank, name))
         made.append((name, tuple(ranks)))
     return tuple(made)
+
+
+def _named(rank: str, where: str) -> tuple[str, range]:
+    """The side and the ranks of a word; of `*` no ranks."""
+    if not RANKS.fullmatch(rank):
+        raise RefitError(f"{where}: {rank!r} names no rank: source[0], e[0-7] and e[*] do")
+    side, _, which = rank.rstrip("]").rpartition("[")
+    first, _, last = which.partition("-")
+    these = range(0) if which == "*" else range(int(first), 1 + int(last or first))
+    if which != "*" and not these:
+        raise RefitError(f"{where}: {rank!r} names no rank: the first of a range comes first, {side}[{last}-{first}]")
+    return side, these

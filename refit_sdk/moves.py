@@ -286,7 +286,8 @@ def _check(moves: Moves, steps: Steps, name: str, members: bool) -> None:
 
 def _wrong(moves: Moves, steps: Steps) -> str:
     """What is wrong with a transport's answer, or nothing."""
-    processes = 1 + int(max(moves.need.max(initial=0), steps.src.max(initial=0), steps.dst.max(initial=0)))
+    ends = (moves.need, moves.holder, steps.src, steps.dst)
+    processes = 1 + max(int(each.max(initial=0)) for each in ends)
     lower, upper = moves.start[steps.move], moves.stop[steps.move]
     if bool(np.any((steps.start < lower) | (steps.stop > upper) | (steps.start >= steps.stop))):
         return "sends what isn't in the move"

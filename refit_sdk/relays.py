@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from refit_sdk.box import Box
 from refit_sdk.overlap import Boxes, pairs
@@ -101,9 +101,15 @@ def _laid_out(
     kept: dict[Where, int] = {}
     unplaced: list[Slot] = []
     for row, (at, engine, piece) in enumerate(into):
-        if last[row] >= 0:
-            number[row] = kept[where(at, engine, piece)] = len(unplaced)
+        if last[row] < 0:
+            continue
+        key = where(at, engine, piece)
+        if key not in kept:
+            kept[key] = len(unplaced)
             unplaced.append(Slot(piece.box, piece.dtype, piece.nbytes, at, last[row]))
+        # The same bytes may come twice in a window, for ranks that want different dtypes: one slot keeps them.
+        number[row] = kept[key]
+        unplaced[number[row]] = evolve(unplaced[number[row]], last=max(unplaced[number[row]].last, last[row]))
     feeds: dict[Where, list[int]] = defaultdict(list)
     for a, b in zip(of, by, strict=True):
         feeds[where(*out[a])].append(number[b])

@@ -117,7 +117,7 @@ def _steps(
     moves: Moves, groups: _Groups, piece: Ints, start: Ints, stop: Ints, relay: Ints, topology: Topology
 ) -> Steps:
     move = groups.move[piece]
-    src = _senders(moves, move, [groups.sets[i][1] for i in groups.who[piece].tolist()], topology)
+    src = _senders(moves, move, [groups.sets[i][1] for i in groups.who[piece].tolist()], relay, topology)
     keep = src != relay  # a relay that holds it already has nothing to wait for
     needs = [groups.sets[i][2] for i in groups.who[piece].tolist()]
     more = [
@@ -133,13 +133,16 @@ def _steps(
     )  # fmt: skip
 
 
-def _senders(moves: Moves, move: Ints, domain: list[int], topology: Topology) -> Ints:
-    """Who sends a part into a domain: a holder that is there, each in turn, else the server."""
+def _senders(moves: Moves, move: Ints, domain: list[int], relay: Ints, topology: Topology) -> Ints:
+    """Who sends a part into a domain: who passes it on, if that one holds it; a holder that is there, each in turn;
+    else the server."""
     found = moves.server[move].copy()
     holders = moves.holders
     for k, (i, where) in enumerate(zip(move.tolist(), domain, strict=True)):
         near = [process for process in holders[i] if topology.domain_of(process) == where]
-        if near and int(found[k]) not in near:
+        if int(relay[k]) in near:
+            found[k] = relay[k]
+        elif near and int(found[k]) not in near:
             found[k] = near[k % len(near)]
     return found
 

@@ -125,6 +125,15 @@ def test_a_source_that_relays_says_nothing_was_written_and_keeps_little() -> Non
     assert [bool(moved[process].mutated) for process in range(4)] == [False, False, True, True]
 
 
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_a_relay_that_gets_the_same_bytes_for_two_dtypes_sends_them_on(name: str) -> None:
+    """Two families with one dtype on the wire: the same box arrives twice in a window, and is sent on twice."""
+    engine = [[whole("t0", 8), whole("t1", 4, dtype=dtype)] for dtype in ("bfloat16", "float32")]
+    sides = world([[whole("t0", 8), whole("t1", 4)]], e=engine)
+    topology = Topology(["x", "y", "y"], [0, 1, 1])
+    pushed(plan_of(sides, topology=topology, routes=[("*", name)], transports=TRANSPORTS), times=2)
+
+
 def test_a_failed_relay_leaves_nobody_waiting() -> None:
     """The target that passes on is dropped in the middle: all that wait for it hear of it, long before the deadline."""
     sides = world([[whole("w", 512, 64)]], e=[[whole("w", 512, 64)]] * 3)

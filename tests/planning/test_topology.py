@@ -76,6 +76,12 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         pytest.param({"hosts": {"x": ["e0"]}}, "hosts: x: 'e0' names no rank", id="no rank"),
         pytest.param({"hosts": {"x": "e[0]"}}, "put it in a list", id="one string"),
         pytest.param({"hosts": {"x": ["e[0]"], "y": ["e[0]"]}}, "e[0] is in x and in y", id="two places"),
+        pytest.param({"hosts": {"x": ["e[0-2]"], "y": ["e[1-3]"]}}, "e[0-2] and e[1-3] is in x and in y", id="overlap"),
+        pytest.param(
+            {"hosts": {"x": ["e[0]"], "y": ["e[00]"]}}, "e[0] and e[00] is in x and in y", id="one number twice"
+        ),
+        pytest.param({"hosts": {"x": ["e[3-1]"]}}, "the first of a range comes first, e[1-3]", id="backwards"),
+        pytest.param({"hosts": {"": ["e[0]"]}}, "'' is no name of a set", id="no name"),
         pytest.param({"hosts": []}, "hosts is []: give an object from names to lists of ranks", id="no sets"),
     ],
 )
