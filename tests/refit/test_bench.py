@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import attrs
@@ -24,7 +25,9 @@ PATIENCE = 60.0
 @contextmanager
 def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     command = [REFIT, "bench", "link", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # Where these tests run in the background, their children would ignore Ctrl-C.
+    heed = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
     try:
         yield process
     finally:
