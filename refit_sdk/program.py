@@ -1,7 +1,7 @@
 """One rank's steps, cut into windows: a pure function of (plan, process number).
 
-A window is a bounded batch: in it a rank posts all receives, then all sends, then waits. Both ends of a step have it in
-the window of the same number, and messages of a directed pair match in order.
+A window is a bounded batch: a rank posts all its receives, then all its sends, and those of the next window before it
+waits. Both ends of a step have it in the window of the same number, and messages of a directed pair match in order.
 """
 
 from __future__ import annotations

@@ -20,8 +20,9 @@ Ints = npt.NDArray[np.int64]
 
 @frozen(eq=False)
 class Moves:
-    """Moves of one family, as arrays. Move i is the box `start[i]:stop[i]` (shape (n, ndim), absolute), held by process
-    `server[i]` and needed by the processes `need[need_start[i]:need_start[i + 1]]`, in ascending order.
+    """Moves of families that have as many dims and as wide elements, as arrays. Move i is the box `start[i]:stop[i]`
+    (shape (n, ndim), absolute), held by process `server[i]` and needed by the processes
+    `need[need_start[i]:need_start[i + 1]]`, in ascending order.
 
     Other holders of the move are `holder[holder_start[i]:holder_start[i + 1]]`, the server among them. `itemsize` is in
     bytes on the wire. Its family is number `family[i]`, of which the first `stacked[i]` dims count members; it is cut

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from refit_adapters._installed import lacking
+
 TESTED: Final = "0.19.2"
 """The version that the tests run."""
 OLDEST: Final = (0, 16)
@@ -50,15 +52,6 @@ def version(folder: Path) -> str:
         return "unknown"
 
 
-def lacking(folder: Path) -> list[str]:
-    """What the adapter asks for and this version doesn't have."""
-    return [what for what, (file, word) in ASKED.items() if not _has(folder / file, word)]
-
-
-def _has(file: Path, word: str) -> bool:
-    return file.is_file() and word in file.read_text(encoding="utf-8", errors="replace")
-
-
 def missing() -> str | None:
     """Why the adapter can't be used here, or None."""
     folder = root()
@@ -67,7 +60,7 @@ def missing() -> str | None:
     number = version(folder)
     if re.match(r"\d+\.\d+", number) and tuple(map(int, number.split(".")[:2])) < OLDEST:
         return f"megatron-core {number} is too old; install {'.'.join(map(str, OLDEST))} or later"
-    lost = [what for what in lacking(folder) if what in NEEDED]
+    lost = [what for what in lacking(folder, ASKED) if what in NEEDED]
     return f"megatron-core {number} has no {', '.join(lost)}; install {TESTED}" if lost else None
 
 
@@ -76,7 +69,7 @@ def about() -> str:
     folder = root()
     if folder is None:
         return ""
-    number, lost = version(folder), lacking(folder)
+    number, lost = version(folder), lacking(folder, ASKED)
     understood = ", ".join(what for what in ASKED if what not in lost)
     tested = "the version that is tested" if number == TESTED else f"tested with {TESTED}"
     return f"megatron-core {number} ({tested}): {understood}" + (f"; not there: {', '.join(lost)}" if lost else "")

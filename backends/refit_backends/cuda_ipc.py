@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -17,7 +16,7 @@ from attrs import define, field
 
 from refit_backends.cuda_ipc_link import CudaIpcLink, Streams
 from refit_backends.cuda_ipc_memory import SLOT_NBYTES, SharedMemory
-from refit_backends.cudart import Cuda, callers_stream, why_no_device
+from refit_backends.cudart import Cuda, callers_stream, why_not
 from refit_backends.links import Kind, Link, LinkGroup, Listen, Operation
 from refit_backends.shm import ShmFabric
 from refit_backends.shm_meeting import Met
@@ -87,15 +86,7 @@ class CudaIpcFabric:
     @classmethod
     def missing(cls) -> str | None:
         """Why it can't be used here and what to install, or None if it can."""
-        if sys.platform != "linux":
-            return f"it needs Linux, this is {sys.platform}; use fabric 'gloo'"
-        if why := why_no_device():
-            return why
-        try:
-            Cuda.found()
-        except FabricError as error:
-            return str(error)
-        return None
+        return why_not(Cuda.found)
 
     def connect(
         self, *, group: str, members: Sequence[int], process: int, store: KeyValue, timeout: float

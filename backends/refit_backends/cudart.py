@@ -7,6 +7,7 @@ no stream on which another library may work. Handles, streams and events are int
 from __future__ import annotations
 
 import ctypes
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -67,6 +68,20 @@ def why_no_device() -> str | None:
         return f"torch {torch.__version__} was built without CUDA; install a CUDA build from PyTorch's own index"
     if not torch.cuda.is_available():
         return "no CUDA device is visible; see `nvidia-smi`, and CUDA_VISIBLE_DEVICES"
+    return None
+
+
+def why_not(*found: Callable[[], object]) -> str | None:
+    """Why a fabric for CUDA can't be used here, or None. `found` look for the libraries that it needs."""
+    if sys.platform != "linux":
+        return f"it needs Linux, this is {sys.platform}; use fabric 'gloo'"
+    if why := why_no_device():
+        return why
+    try:
+        for look in found:
+            look()
+    except FabricError as error:
+        return str(error)
     return None
 
 

@@ -11,7 +11,6 @@ NCCL is the library that torch has loaded. Bytes are neither authenticated nor e
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import ClassVar, Final
 
 import msgspec
 
-from refit_backends.cudart import Cuda, patiently, why_no_device
+from refit_backends.cudart import Cuda, patiently, why_not
 from refit_backends.nccl_group import NcclGroup
 from refit_backends.nccl_lane import Lane
 from refit_backends.nccl_library import IN_PROGRESS, SUCCESS, Nccl, written
@@ -65,16 +64,7 @@ class NcclFabric:
     @classmethod
     def missing(cls) -> str | None:
         """Why it can't be used here and what to install, or None if it can."""
-        if sys.platform != "linux":
-            return f"it needs Linux, this is {sys.platform}; use fabric 'gloo'"
-        if why := why_no_device():
-            return why
-        try:
-            Cuda.found()
-            Nccl.found()
-        except FabricError as error:
-            return str(error)
-        return None
+        return why_not(Cuda.found, Nccl.found)
 
     @classmethod
     def about(cls) -> str:
